@@ -1,1 +1,1 @@
-"""What is claimed, as programs; results, with hardware and commit, are in results/."""
+"""Benchmarks: each is a program. Their results, with hardware and commit, are in results/."""

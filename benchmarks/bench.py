@@ -1,11 +1,11 @@
-"""Every benchmark of the project, one after another, and one table of what they say against their goals.
+"""Run all benchmarks, one after another, and write one table of their figures and goals.
 
     .venv/bin/python -m benchmarks.bench [--full] [--only A,B --results FOLDER]
 
-Short choices by default, meant for less than half an hour; ``--full`` gives each what its own results were made with,
-which takes hours. Full tables are each benchmark's own, in benchmarks/results/; with ``--full`` they are written there
-too, and without into benchmarks/results/short/. Writes benchmarks/results/bench.{md,json}. A benchmark that fails is
-told in the table, and ends this one with status 1.
+By default each benchmark runs its short choice; all of them take less than half an hour. ``--full`` runs the full
+choices, which takes hours. Writes benchmarks/results/bench.{md,json}. Each benchmark's full table goes to
+benchmarks/results/short/, and with ``--full`` to benchmarks/results/. The table shows which benchmarks failed. Exit
+status 1 means that one failed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from benchmarks.provenance import ROOT, provenance
 from hsx_dist.jobs.kit.process import end_on_sigterm
 
 RESULTS = Path(__file__).parent / "results"
-#: No benchmark may keep the others from being told of.
+#: A benchmark of the short choice is killed after this time, so that the others still run.
 LIMIT_S = 1500
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: ``goal`` begins with ``≥`` or ``≤``, or is empty where there is none."""
+    """One figure. ``goal`` begins with ``≥`` or ``≤``; empty means no goal."""
 
     what: str
     measured: float
@@ -71,14 +71,12 @@ def read_rows(found: dict[str, Any]) -> Iterator[Row]:
 def sanity_rows(found: dict[str, Any]) -> Iterator[Row]:
     for r in found["rows"]:
         low, high = r["quartiles"]
-        yield Row(
-            f"what looking for bad rows adds to encoding, {r['dtype']}, {r['codec']}", r["share"], "", (low, high)
-        )
+        yield Row(f"cost of the check for bad rows ÷ encoding, {r['dtype']}, {r['codec']}", r["share"], "", (low, high))
 
 
 def scale_rows(found: dict[str, Any]) -> Iterator[Row]:
     rows = f"of {found['rows']:,} rows"
-    yield Row(f"driver {rows}: rows a second it can account for", found["drive"]["rows_a_second"])
+    yield Row(f"driver {rows}: rows a second of CPU time", found["drive"]["rows_a_second"])
     yield Row(f"driver {rows}: bytes a row", found["drive"]["bytes_a_row"])
 
 
@@ -96,7 +94,7 @@ def gpu_rows(found: dict[str, Any]) -> Iterator[Row]:
         yield Row(f"{figure}, the worst shape", worst, f"{'≥' if more else '≤'} {goal}", (min(values), max(values)))
 
 
-#: name → (module, arguments of the short choice, of the full one, what its JSON says).
+#: name → (module, arguments of the short choice, arguments of the full choice, function from its JSON to rows).
 BENCHMARKS: dict[str, tuple[str, list[str], list[str], Callable[[dict[str, Any]], Iterator[Row]]]] = {
     "engine": ("benchmarks.engine", ["--choice", "short"], ["--choice", "full"], engine_rows),
     "codec": ("benchmarks.codec", ["--tokens", "6000", "--rounds", "7"], [], codec_rows),
@@ -111,13 +109,16 @@ BENCHMARKS: dict[str, tuple[str, list[str], list[str], Callable[[dict[str, Any]]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    end_on_sigterm()  # else what it runs would go on without it
-    parser.add_argument("--full", action="store_true", help="every cell and round")
-    parser.add_argument("--only", help="names, by commas; with --results, as the table of all is of one run")
+    end_on_sigterm()  # otherwise the benchmark's process would run on
+    parser.add_argument("--full", action="store_true", help="run the full choice of each benchmark")
+    parser.add_argument("--only", help="names of benchmarks, separated by commas; needs --results")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
     if args.only and args.results.resolve() == RESULTS.resolve():
-        parser.error("--only: expected with --results FOLDER, or benchmarks/results/bench.md would lose the others")
+        parser.error(
+            "--only: expected --results FOLDER, got none. Name another folder; "
+            "otherwise benchmarks/results/bench.md loses the other benchmarks."
+        )
     names = args.only.split(",") if args.only else list(BENCHMARKS)
     if unknown := set(names) - set(BENCHMARKS):
         parser.error(f"--only: expected some of {', '.join(BENCHMARKS)}, got {', '.join(sorted(unknown))}")
@@ -134,7 +135,7 @@ def main() -> int:
 
 
 def run(name: str, full: bool, results: Path) -> dict[str, Any]:
-    """Run one benchmark as its own process; its rows, seconds, and how it failed (empty: it did not)."""
+    """Run one benchmark in a separate process. Returns its rows, its seconds, and how it failed (empty: it passed)."""
     module, short, long, rows = BENCHMARKS[name]
     with tempfile.TemporaryDirectory(prefix="hsx-bench-") as folder:
         place = results if full else Path(folder)
@@ -149,7 +150,7 @@ def run(name: str, full: bool, results: Path) -> dict[str, Any]:
                 try:
                     out, _ = process.communicate(timeout=limit)
                 except BaseException:
-                    # With what it started, which may have sessions of its own, and would go on beside the next one.
+                    # Its children too: some are in other sessions, and would run on during the next benchmark.
                     for started in (*psutil.Process(process.pid).children(recursive=True), process):
                         started.kill()
                     raise
@@ -158,13 +159,13 @@ def run(name: str, full: bool, results: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             failed = f"took more than {limit:g} s"
         found: list[Row] = []
-        # What one that failed had measured by then is told, too.
+        # A failed benchmark may have written its first rows.
         if file.exists() and file.stat().st_mtime >= began:
             found = list(rows(json.loads(file.read_text())))
         elif not failed:
             failed = f"wrote no {file.name}"
         if not full:
-            # The figures behind the ratios; results proper are of longer runs.
+            # These tables have the figures behind the ratios. benchmarks/results/ has those of full runs.
             (results / "short").mkdir(exist_ok=True)
             for kept in place.glob(f"{name}.*"):
                 shutil.copy(kept, results / "short" / kept.name)
@@ -174,7 +175,7 @@ def run(name: str, full: bool, results: Path) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """As Markdown."""
+    """The report as Markdown."""
     a = report["about"]
     lines = [
         "# All benchmarks",
@@ -183,24 +184,24 @@ def table(report: dict[str, Any]) -> str:
         + ", ".join(f"{k} {v}" for k, v in a["versions"].items())
         + f"; commit {a['commit']}. The {report['choice']} choice of `python -m benchmarks.bench`.",
         "",
-        "Of the engine: `null` is vLLM's extraction into a connector that does nothing, `null-sink` ours whose pages "
-        "are dropped once they are in host memory, `file` ours into files, `discard` and `slow` into an S3 server "
-        "that throws bytes away, `slow` 60 MB in a second, `zstd` with a codec that is more than the writers' core can "
-        "do, `seaweedfs` into SeaweedFS, `vllm` vLLM's own connector "
-        "into files; `direct` and `direct-sink` are `file` and `null-sink` with `cache_writes: direct`. Durable ÷ "
-        "null sink is what storing costs. `benchmarks/engine.py` says the rest, and its own table (of the short "
-        "choice in `results/short/`, which is not kept) has tokens, first tokens, blocks, memory and CPU seconds "
-        "behind these ratios.",
+        "Sinks of the engine's benchmark: `null` is vLLM's extraction into a connector that does nothing. `null-sink` "
+        "is our connector up to host memory; pages are dropped there. `file` stores files. `discard` and `slow` "
+        "store on an S3 server that discards bytes; that of `slow` accepts 60 MB/s. `zstd` uses a codec that needs "
+        "more than the writers' core. `seaweedfs` stores in SeaweedFS. `vllm` is vLLM's own connector, which writes "
+        "files. `direct` and `direct-sink` are `file` and `null-sink` with `cache_writes: direct`. Durable ÷ null sink "
+        "is the cost of storing. `benchmarks/engine.py` describes all sinks. Its table has the tokens, first tokens, "
+        "blocks, memory and CPU seconds behind these ratios. The short choice writes that table to `results/short/`, "
+        "which git ignores.",
         "",
-        "| benchmark | what | measured (range) | goal | |",
+        "| benchmark | figure | measured (range) | goal | |",
         "|---|---|---:|---|---|",
     ]
     for name, b in report["benchmarks"].items():
         if b["failed"]:
-            lines.append(f"| {name} | **{b['failed']}**; below, what it had measured by then | | | failed |")
+            lines.append(f"| {name} | **{b['failed']}**; its rows until then are below | | | failed |")
         elif not b["rows"]:
-            gpu = "not measured on a GPU: no CUDA device was at hand"
-            lines.append(f"| {name} | {gpu if name == 'gpu' else '**it has no figures**'} | | | |")
+            gpu = "not measured: no CUDA device"
+            lines.append(f"| {name} | {gpu if name == 'gpu' else '**no figures**'} | | | |")
         for r in b["rows"]:
             row = Row(**r)
             low_high = ""
@@ -212,7 +213,7 @@ def table(report: dict[str, Any]) -> str:
                 f"| {verdict(row.goal, row.measured, row.pairs)} |"
             )
     took = ", ".join(f"{name} {b['seconds']} s" for name, b in report["benchmarks"].items())
-    return "\n".join([*lines, "", f"Taken: {took}.", ""])
+    return "\n".join([*lines, "", f"Duration: {took}.", ""])
 
 
 if __name__ == "__main__":

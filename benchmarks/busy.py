@@ -1,10 +1,10 @@
-"""A stranger that keeps its core busy, as writers do, and has nothing to do with the engine.
+"""A competing process: it loads its core as writers do, and shares nothing with the engine.
 
-python -m benchmarks.busy copy        # copies memory half of the time, until it is ended
-python -m benchmarks.busy traffic     # sends 450 MB in a second to a server of its own that throws them away
-python -m benchmarks.busy disk PLACE  # writes 450 MB in a second to files there, as writers do
+    python -m benchmarks.busy copy        # copies memory half of the time, until it is killed
+    python -m benchmarks.busy traffic     # sends 450 MB/s to its own server, which discards them
+    python -m benchmarks.busy disk PLACE  # writes 450 MB/s to files in PLACE, as writers do
 
-It says "ready" in a line once it is at it.
+Prints the line "ready" when the work begins.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hsx_dist.transport.writer_process import NICE
 from tests.harness.discard import DiscardServer
 
 _TURN_S = 0.005
-#: What the thin model makes on a fast machine.
+#: Bytes a second: those of the thin model on a fast machine.
 _RATE = 450e6
 _OBJECT = 8 << 20
-#: A stranger that falls so far behind is not what it is said to be, and ends.
+#: Exit when this far behind: the load would be lower than claimed.
 _LATE_S = 2.0
-#: Of files that a stranger has at a time; the next one takes the oldest one's place.
+#: Files kept at a time. The next file replaces the oldest.
 _FILES = 64
 
 
@@ -63,7 +63,7 @@ def store_at_rate(store: Store) -> None:
         turn += 1
         ahead = began + turn * _OBJECT / _RATE - time.perf_counter()
         if ahead < -_LATE_S:
-            sys.exit(f"expected to store {_RATE / 1e6:.0f} MB in a second, fell {-ahead:.1f} s behind")
+            sys.exit(f"expected to store {_RATE / 1e6:.0f} MB/s, got {-ahead:.1f} s behind. Use a faster disk or core.")
         time.sleep(max(ahead, 0))
 
 

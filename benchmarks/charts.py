@@ -1,6 +1,6 @@
 """README's performance table and its chart, from ``benchmarks/results/bench.json``.
 
-``make tables`` writes both. ``make bench`` measures the figures anew.
+``make tables`` writes both. ``make bench`` measures the figures again.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def find(bench: dict[str, Any], benchmark: str, what: str) -> Measurement:
 
 
 def table(bench: dict[str, Any]) -> str:
-    """Markdown: ratio, range, goal and whether it was met; then where it was measured."""
+    """Markdown table of ratio, range, goal and verdict, then the machine and versions."""
     lines = ["| ratio, median (range) | measured | goal | |", "|---|---:|---:|---|"]
     for text, benchmark, what in ROWS:
         found = find(bench, benchmark, what)
@@ -106,7 +106,7 @@ def table(bench: dict[str, Any]) -> str:
 
 
 def chart(bench: dict[str, Any]) -> str:
-    """SVG: one bar per way to store, 1.0 is the engine without extraction; whiskers are the range."""
+    """SVG: one bar per way to store. 1.0 is the engine without extraction. Whiskers show the range."""
     left, full, step, top = 300, 480, 36, 62
     height = top + step * len(BARS) + 34
     out = [

@@ -1,12 +1,13 @@
-"""Codecs on real hidden states: stored size, speed, and what two threads make of it.
+"""Codecs on real hidden states: stored size, speed, and speed with two threads.
 
     .venv/bin/python -m benchmarks.codec [--tokens 12000] [--rounds 21] [--keep FOLDER]
 
-Plain zstd-1 is what one writes without this library: `compress` and `decompress` of the zstandard package, of
-token-major states as vLLM's own files hold them. Every codec here gets layer-major chunks; what it makes is copied to
-where a part is collected, and it decodes into the reader's array.
-Every round times every codec once, in an order that turns; speeds relative to plain zstd-1 are medians of the ratios
-within a round, so that what else the machine does falls on all of them. Writes benchmarks/results/codec.{md,json}.
+Plain zstd-1 is the baseline without this library: `compress` and `decompress` of the zstandard package, on
+token-major states as in vLLM's own files. Our codecs get layer-major chunks. Their output is copied to a part's
+buffer, and they decode into the reader's array.
+
+Each round times every codec once, in rotating order. Speeds relative to plain zstd-1 are medians of the ratios within
+a round, so other load on the machine slows both sides. Writes benchmarks/results/codec.{md,json}.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=12_000)
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--keep", type=Path, help="folder in which the model's states are kept for the next time")
+    parser.add_argument("--keep", type=Path, help="folder that caches the model's states for the next call")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
     about = provenance("numpy", "zstandard", "crc32c", "torch", "transformers")
@@ -88,7 +89,7 @@ def states_of(dtype: str, tokens: int, keep: Path | None) -> Array:
 
 
 def chunks_of(states: Array) -> list[Array]:
-    """``[n, H]`` each, contiguous, as the gather lays layers out."""
+    """Contiguous chunks ``[n, H]`` of one layer each, as ``gather`` copies them."""
     rows = CHUNK_BYTES // states[0, 0].nbytes
     return [np.array(layer[a : a + rows]) for layer in states for a in range(0, len(layer) - rows + 1, rows)]
 
@@ -97,8 +98,11 @@ def chunks_of(states: Array) -> list[Array]:
 
 
 def bounds(states: Array) -> dict[str, float]:
-    """Ratios that no code can beat whose model is fixed: for bf16, taking the seven bits of mantissa for noise, sign
-    and exponent given layer and channel; and what ``split`` codes, the high byte given the layer."""
+    """Shannon bounds on the ratio of bf16, if the seven bits of mantissa are noise.
+
+    The first codes sign and exponent, given layer and channel. The second codes the high byte, given the layer, which
+    is the model of ``split``.
+    """
     by_channel = [[_entropy(states[k, :, h] >> 7) for h in range(states.shape[2])] for k in range(len(states))]
     high_byte = [_entropy((layer >> 8).reshape(-1)) for layer in states]
     return {
@@ -108,7 +112,7 @@ def bounds(states: Array) -> dict[str, float]:
 
 
 def _entropy(symbols: Array) -> float:
-    """Bits a symbol, with the correction of Miller and Madow for the sample's size."""
+    """Bits a symbol, with the Miller-Madow correction for the sample's size."""
     _, counts = np.unique(symbols, return_counts=True)
     p = counts / counts.sum()
     return float(-(p * np.log2(p)).sum() + (len(counts) - 1) / (2 * counts.sum() * np.log(2)))
@@ -139,7 +143,7 @@ def sizes(dtype: str, chunks: Sequence[Array]) -> dict[str, Any]:
 
 
 def speeds(states: Array, rounds: int) -> dict[str, Any]:
-    """Of bf16 ``states``, by codec; MB/s (10**6) of input, quartiles; ``memcpy`` into memory that is used again."""
+    """Quartiles of each codec on bf16 ``states``, in MB/s (10**6) of input. ``memcpy`` copies into reused memory."""
     chunks = chunks_of(states)
     nbytes = sum(x.nbytes for x in chunks)
     token_major = chunks_of(np.ascontiguousarray(states.transpose(1, 0, 2)).reshape(1, -1, states.shape[2]))
@@ -151,7 +155,7 @@ def speeds(states: Array, rounds: int) -> dict[str, Any]:
     jobs = [(name, step, n) for name in works for step in (0, 1) for n in (1, 2)]
     times: dict[tuple[str, int, int], list[float]] = {job: [] for job in jobs}
     for name, step, _ in jobs[::2]:
-        timed(works[name][step], len(chunks), 1)  # caches, contexts and scratch memory
+        timed(works[name][step], len(chunks), 1)  # warms caches, contexts and scratch memory
     for r in range(rounds):
         for name, step, n in (*jobs[r % len(jobs) :], *jobs[: r % len(jobs)]):
             times[name, step, n].append(timed(works[name][step], len(chunks), n))
@@ -173,7 +177,7 @@ _own = threading.local()
 
 
 def _out(x: Array) -> Array:
-    """Memory of this thread's own to decode into, as a reader's batch is."""
+    """Thread-local output array, as a reader has for its batch."""
     found: Array | None = getattr(_own, "out", None)
     if found is None:
         found = _own.out = np.empty((CHUNK_BYTES // x[0].nbytes, x.shape[1]), x.dtype)
@@ -181,7 +185,7 @@ def _out(x: Array) -> Array:
 
 
 def _own_room(nbytes: int) -> Array:
-    """uint8 of this thread's own, a little more than ``nbytes``."""
+    """Thread-local uint8 buffer with room for ``nbytes`` and the codec's overhead."""
     found: Array | None = getattr(_own, "room", None)
     if found is None:
         found = _own.room = np.empty(2 * nbytes, np.uint8)
@@ -193,7 +197,7 @@ def _works(codec: Codec, chunks: Sequence[Array]) -> tuple[Work, Work]:
     stored = [memoryview(b"".join(map(as_bytes_view, codec.encode(x, dtype)))) for x in chunks]
 
     def encode(i: int) -> None:
-        """As a segment is encoded: into memory that is used again."""
+        """Encode into reused memory, as the segment encoder does."""
         room = _own_room(chunks[i].nbytes)
         encode_into(codec, chunks[i], dtype, lambda n: room[:n])
 

@@ -1,6 +1,6 @@
-"""vLLM's own CPU kernels of the two norms, which are built, and registered for GPUs alone.
+"""Register vLLM's compiled CPU kernels of the two norms. vLLM builds them, and registers such kernels for GPUs only.
 
-What stands in for them on a CPU takes ten times as long, more than all the rest of the thin model.
+vLLM's fallback on a CPU takes ten times as long, longer than the rest of the thin model.
 """
 
 # vLLM infers the operators' schema from these annotations: they must be types, not strings.
@@ -13,9 +13,9 @@ PROVIDER = "cpu_kernel"
 
 
 def use_cpu_norms() -> dict[str, list[str]]:
-    """Register them, the fused one in place as on a GPU; the engine's ``ir_op_priority`` that takes them."""
+    """Register the kernels, the fused one in place as on a GPU. Returns the engine argument ``ir_op_priority``."""
     current_platform.import_kernels()
-    # Llama's layers give a weight of the states' own dtype, and no ``variance_size``: what the kernels want.
+    # The kernels need a weight of the states' dtype and no ``variance_size``. Llama's layers meet both.
     ir.ops.rms_norm.register_impl(PROVIDER)(_norm)
     ir.ops.fused_add_rms_norm.register_impl(PROVIDER, inplace=True)(_add_norm)
     return {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}

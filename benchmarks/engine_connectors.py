@@ -1,5 +1,8 @@
-"""What ours is measured against, for ``kv_connector_module_path``: a connector that does nothing, and vLLM's own; and
-ours in an engine that has both taps and vLLM's extraction."""
+"""Connectors for ``kv_connector_module_path`` in benchmarks.
+
+``NullConnector`` does nothing. ``ReferenceConnector`` is vLLM's own. ``BothConnector`` is ours, in an engine with taps
+and vLLM's extraction.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from hsx_dist.vllm_patches.no_drafts import never_draft, uses_v1_runner
 
 
 class _Undrafted:
-    """No drafts on the V1 runner, as with ours: otherwise it computes every decoded token twice."""
+    """Disables drafts on the V1 runner, as our connector does. Otherwise each decoded token is computed twice."""
 
     _vllm_config: Any
 
@@ -27,7 +30,7 @@ class _Undrafted:
 
 
 class NullConnector(_Undrafted, KVConnectorBase_V1, SupportsHMA):
-    """Takes nothing out of the cache: what is left is vLLM's own cost of putting states there."""
+    """Copies nothing out of the cache. The remaining cost is vLLM's own, for writing states into the cache."""
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -55,7 +58,7 @@ class NullConnector(_Undrafted, KVConnectorBase_V1, SupportsHMA):
 
 
 class _Event:
-    """A ``torch.cuda.Event`` where every copy is done when it returns."""
+    """A ``torch.cuda.Event`` for a device whose copies are synchronous."""
 
     def record(self, stream: Any = None) -> None:
         pass
@@ -82,7 +85,7 @@ class _CpuCuda:
 
 
 class _CpuTorch:
-    """torch as vLLM's connector sees it on a CPU: without pinned memory, and without streams."""
+    """torch without pinned memory and streams, for vLLM's connector on a CPU."""
 
     cuda = _CpuCuda
 
@@ -95,7 +98,7 @@ class _CpuTorch:
 
 
 class ReferenceConnector(_Undrafted, example.ExampleHiddenStatesConnector):
-    """vLLM's own. On a CPU its module sees ``_CpuTorch``, and takes the only cache layout that there is."""
+    """vLLM's own connector. On a CPU its module uses ``_CpuTorch``, and the CPU's only cache layout."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         if current_platform.is_cpu():
@@ -108,12 +111,15 @@ class ReferenceConnector(_Undrafted, example.ExampleHiddenStatesConnector):
 
     @property
     def pending(self) -> int:
-        """Of either half: requests whose file is not written."""
+        """Number of requests, in the scheduler's or the worker's half, whose file is not yet written."""
         return len(self._pending_saves) + len(self._req_futures) + len(self._req_copy_events)
 
 
 class BothConnector(_Undrafted, HiddenStatesConnector):
-    """Ours, which ships what taps capture. It refuses an engine with a drafter as well, and so does not see that."""
+    """Our connector, which ships states captured by taps, in an engine that also has vLLM's extraction.
+
+    Our connector refuses taps in an engine with a drafter, so its configuration is passed without the drafter.
+    """
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any):
         seen = copy.copy(vllm_config)

@@ -1,4 +1,4 @@
-"""The loads and sinks of ``benchmarks.engine``, which says what they are."""
+"""Loads and sinks of ``benchmarks.engine``, whose docstring describes them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ SINKS = (
 FILES = ("file", "direct")
 WRITTEN = ("file", "threads")
 SERVED = ("discard", "split")
-#: With vLLM's own writes into its cache, and with ours.
+#: Sinks that store, with vLLM's own writes into its cache.
 STORING = WRITTEN + SERVED
 DIRECT = ("direct-sink", "direct")
 TAPS = ("taps-cache", "taps-sink", "taps")
-#: The store, or the writers' core, is the limit.
+#: Sinks whose store or writers' core is the limit.
 BOUND = ("slow", "zstd")
-#: Bytes that the server of ``slow`` takes in a second: a fifth of what the thin model makes.
+#: Bytes a second that the server of ``slow`` accepts: a fifth of the thin model's rate.
 SLOW_RATE = 60e6
-#: What the connector is told beside where to store.
+#: Settings of the connector for a sink, in addition to the output.
 SETTINGS: dict[str, dict[str, Any]] = {
     "direct-sink": {"cache_writes": "direct"},
     "direct": {"cache_writes": "direct"},
     "threads": {"transport": "inline"},
-    # A fifth of what the thin model makes, or less, is what a core does.
+    # At this level a core encodes at most a fifth of the thin model's bytes.
     "zstd": {"codec": {"name": "zstd", "level": 9}},
 }
-#: Null sinks beside a process that has nothing to do with them: what it does.
+#: Null sinks next to a competing process, and its argument (``benchmarks.busy``).
 STRANGERS = {"busy": "copy", "traffic": "traffic", "disk": "disk"}
-#: What of a sink ``engine_cell`` knows; the others store.
+#: A sink's kind for ``engine_cell``. All others are ``store``.
 KINDS: dict[str, Sink] = {
     "none": "none", "null": "null", "vllm": "vllm", **dict.fromkeys(("direct-cache", "taps-cache"), "null"),
     **dict.fromkeys(("null-sink", "direct-sink", "taps-sink", *STRANGERS), "null-sink"),
@@ -43,20 +43,20 @@ KINDS: dict[str, Sink] = {
 
 @dataclass(frozen=True)
 class Toggled:
-    """An engine whose captures are switched on and off between windows: where it ships, and what its windows are."""
+    """An engine whose captures are switched on and off between windows: source, sink, and the windows' modes."""
 
     source: Source
     sink: Sink
     modes: tuple[str, ...]
 
 
-#: By the last word of a load's name.
+#: Toggled engines, by the last part of a load's name.
 TOGGLED = {
     "host": Toggled("both", "null-sink", ("none", "null", "direct-cache", "taps-cache", "taps-sink")),
     "files": Toggled("taps", "store", ("none", "taps")),
     "cache-files": Toggled("cache", "store", ("none", "file")),
 }
-#: Points that vLLM's extraction does not have, beside which there is nothing of its own to measure.
+#: Points that vLLM's extraction cannot capture, so these loads compare with no extraction only.
 POINTS: dict[str, dict[str, Any]] = {
     "qkvz": {"points": {name: [15] for name in ("q", "k", "v", "z")}},
     "attention": {"preset": "attention"},
@@ -66,7 +66,7 @@ POINTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Load:
-    """A model, what is captured of it (hidden states of ``layers``, or ``points``), requests, and where it runs."""
+    """A model, its captured points (hidden states of ``layers``, or ``points``), requests, and cores."""
 
     model: str
     layers: tuple[int, ...]
@@ -92,18 +92,18 @@ class Load:
 
     @property
     def capture(self) -> dict[str, Any]:
-        """For taps."""
+        """The taps' setting."""
         return POINTS[self.points] if self.points else {"points": {"hidden_states": list(self.layers)}}
 
     @property
     def gpu_like(self) -> bool:
-        """Whether its states' bytes per unit of compute are those of a model on a GPU."""
+        """Whether the model's states have as many bytes for each second of compute as those of a model on a GPU."""
         return self.model == "thin"
 
     @property
     def requests(self) -> tuple[int, int, int]:
-        """Prompt tokens, output tokens, and how many at once: as many as give a window many steps."""
-        # Of the thin model a core computes over 20,000 tokens in a second, and under 1,000 of the other.
+        """Prompt tokens, output tokens, and concurrency, chosen so that a window has many steps."""
+        # A core computes over 20,000 tokens/s of the thin model, and under 1,000 of SmolLM2.
         return (512, 1, 8 if self.gpu_like else 2) if self.phase == "prefill" else (64, 128, 16 if self.gpu_like else 4)
 
 

@@ -1,4 +1,4 @@
-"""What ``benchmarks.engine`` found: ratios of windows of the same turn, and tables."""
+"""Report of ``benchmarks.engine``: ratios of windows of the same turn, and tables."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ from benchmarks.engine_loads import (
 )
 from benchmarks.goals import verdict
 
-#: (what, figure, of which sinks, against what, goal); against nothing the figure itself is told. Goals are for engines
-#: that have a core of their own, and stores that keep up; against vLLM's own for the thin model alone, whose bytes a
-#: second are those on a GPU. Where a store does not keep up, throughput is its own, and nothing may grow but what fills
-#: the ring. The engine's CPU time leaves out what others of the machine take from it, what its thread waits (for the
-#: interpreter's lock, or for the store), and copies, which run on a thread of their own.
+#: (label, figure, sinks, baseline, goal). Without a baseline the row has the figure itself.
+#:
+#: - Goals are for engines on a separate core, and for stores that keep up. Goals against vLLM's own connector are for
+#:   the thin model only, whose bytes a second are those of a GPU.
+#: - If a store does not keep up, the store's rate is the throughput, and only the ring may fill.
+#: - The engine's CPU time excludes other processes, waits of its thread (for the interpreter's lock or the store), and
+#:   copies, which run on another thread.
+#:
+#: ``benchmarks.charts`` finds rows of bench.json by these labels.
 RATIOS: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
     ("vLLM's own path: null ÷ none, tokens/s", "tokens_per_s", ("null",), "none", ""),
     ("vLLM's own path: null ÷ none, by CPU time", "tokens_per_cpu_s", ("null",), "none", ""),
@@ -41,21 +45,21 @@ RATIOS: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
     ("ours: null sink ÷ null, by CPU time", "tokens_per_cpu_s", ("null-sink",), "null", ""),
     ("direct: null sink ÷ null, tokens/s", "tokens_per_s", ("direct-sink",), "null", "≥ 0.97"),
     ("direct: null sink ÷ null, by CPU time", "tokens_per_cpu_s", ("direct-sink",), "null", ""),
-    ("null sink beside a stranger ÷ alone, tokens/s", "tokens_per_s", tuple(STRANGERS), "null-sink", ""),
-    ("null sink beside a stranger ÷ alone, by CPU time", "tokens_per_cpu_s", tuple(STRANGERS), "null-sink", ""),
+    ("null sink next to another process ÷ alone, tokens/s", "tokens_per_s", tuple(STRANGERS), "null-sink", ""),
+    ("null sink next to another process ÷ alone, by CPU time", "tokens_per_cpu_s", tuple(STRANGERS), "null-sink", ""),
     ("durable ÷ null sink, tokens/s", "tokens_per_s", STORING, "null-sink", "≥ 0.97"),
     ("durable ÷ null sink, by CPU time", "tokens_per_cpu_s", STORING, "null-sink", ""),
     ("durable ÷ null sink, until all is durable", "durable_tokens_per_s", STORING, "null-sink", ""),
-    ("durable ÷ null sink beside a stranger that copies, tokens/s", "tokens_per_s", STORING, "busy", ""),
-    ("a server ÷ null sink beside a stranger that sends, tokens/s", "tokens_per_s", SERVED, "traffic", ""),
-    ("files ÷ null sink beside a stranger that writes files, tokens/s", "tokens_per_s", WRITTEN, "disk", ""),
+    ("durable ÷ null sink next to a process that copies memory, tokens/s", "tokens_per_s", STORING, "busy", ""),
+    ("a server ÷ null sink next to a process that sends, tokens/s", "tokens_per_s", SERVED, "traffic", ""),
+    ("files ÷ null sink next to a process that writes files, tokens/s", "tokens_per_s", WRITTEN, "disk", ""),
     ("direct: durable ÷ null sink, tokens/s", "tokens_per_s", ("direct",), "direct-sink", "≥ 0.97"),
     ("direct: durable ÷ null sink, by CPU time", "tokens_per_cpu_s", ("direct",), "direct-sink", ""),
     ("direct: durable ÷ null sink, until all is durable", "durable_tokens_per_s", ("direct",), "direct-sink", ""),
     ("direct: into the cache alone ÷ nothing captured, tokens/s", "tokens_per_s", ("direct-cache",), "none", ""),
     ("direct: into the cache alone ÷ nothing captured, by CPU time", "tokens_per_cpu_s", ("direct-cache",), "none", ""),
-    ("taps: requests that do not ask ÷ nothing captured, tokens/s", "tokens_per_s", ("taps-cache",), "none", "≥ 0.98"),
-    ("taps: requests that do not ask ÷ nothing captured, by CPU time", "tokens_per_cpu_s", ("taps-cache",), "none", ""),
+    ("taps: into the cache alone ÷ nothing captured, tokens/s", "tokens_per_s", ("taps-cache",), "none", "≥ 0.98"),
+    ("taps: into the cache alone ÷ nothing captured, by CPU time", "tokens_per_cpu_s", ("taps-cache",), "none", ""),
     ("taps: to host memory ÷ nothing captured, tokens/s", "tokens_per_s", ("taps-sink",), "none", "≥ 0.95"),
     ("taps: to host memory ÷ nothing captured, by CPU time", "tokens_per_cpu_s", ("taps-sink",), "none", ""),
     ("taps: to host memory ÷ vLLM's extraction alone, tokens/s", "tokens_per_s", ("taps-sink",), "null", "≥ 1.0"),
@@ -64,11 +68,11 @@ RATIOS: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
     ("taps: durable ÷ nothing captured, until all is durable", "durable_tokens_per_s", ("taps",), "none", ""),
     ("taps: time to first token ÷ without capture, median", "ttft_median", ("taps-sink", "taps"), "none", ""),
     ("SeaweedFS on the writers' core ÷ null sink, tokens/s", "tokens_per_s", ("seaweedfs",), "null-sink", ""),
-    ("a store of 60 MB/s: durable bytes a second ÷ its own", "rate_share", ("slow",), "", "≥ 0.95"),
-    ("a store of 60 MB/s: that it takes no more", "rate_share", ("slow",), "", "≤ 1.05"),
-    ("a store of 60 MB/s: answers, once the cache is full ÷ its own", "answers_share", ("slow",), "", "≤ 1.1"),
-    ("more to encode than the writers' core can: its share of that core", "core_share", ("zstd",), "", "≥ 0.9"),
-    ("store or core the limit: memory's growth ÷ bytes that may be in flight", "growth_share", BOUND, "", "≤ 0.1"),
+    ("a store of 60 MB/s: durable bytes a second ÷ the store's rate", "rate_share", ("slow",), "", "≥ 0.95"),
+    ("a store of 60 MB/s: the same, upper limit", "rate_share", ("slow",), "", "≤ 1.05"),
+    ("a store of 60 MB/s: answers with a full cache ÷ the store's rate", "answers_share", ("slow",), "", "≤ 1.1"),
+    ("encoding limits throughput: used share of the writers' core", "core_share", ("zstd",), "", "≥ 0.9"),
+    ("store or core is the limit: memory growth ÷ in-flight limit", "growth_share", BOUND, "", "≤ 0.1"),
     ("durable ÷ vLLM's own, until all is written", "durable_tokens_per_s", FILES, "vllm", "≥ 1.3"),
     ("durable ÷ vLLM's own, until all is on the disk", "synced_tokens_per_s", FILES, "vllm", ""),
     ("time to first token ÷ null's, median", "ttft_median", ("null-sink", *STORING, *DIRECT), "null", "≤ 1.03"),
@@ -77,7 +81,7 @@ RATIOS: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
 
 
 def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every load, the medians of the ratios of windows of the same turn."""
+    """Medians, for each load, of the ratios of windows of the same turn."""
     by = {(c["load"], c["sink"], c["round"]): c for c in cells}
     found = []
     for load in dict.fromkeys(c["load"] for c in cells):
@@ -108,7 +112,7 @@ def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """Of the median, by order statistics: with 95 % from six values on; with fewer, all that was seen."""
+    """Confidence interval of the median by order statistics: 95 % from six values on, the range with fewer."""
     ordered, below, k = sorted(values), 0.0, 0
     while (below := below + math.comb(len(ordered), k) / 2 ** len(ordered)) <= 0.025:
         k += 1
@@ -117,19 +121,19 @@ def interval(values: Sequence[float]) -> list[float]:
 
 
 def is_meant(load: Load, sink: str, against: str) -> bool:
-    """Whether goals are meant for it."""
-    if sink == "taps-cache":  # requests that do not ask, where little is captured for what the model computes
+    """Whether goals apply to the sink under this load."""
+    if sink == "taps-cache":  # the goal is for few bytes of states for each unit of compute
         return load.toggled is not None and not load.gpu_like and load.points in ("", "qkvz") and len(load.layers) < 5
-    if sink in TAPS:  # two processes differ by more than a goal; and what all points of a model cost is no promise
+    if sink in TAPS:  # two processes differ by more than a goal; capture of all points has no goal
         return load.toggled is not None and load.points != "full"
     if sink in BOUND:
-        # Of the others' states all that is made is less than the store takes, or not much more.
+        # The other loads make too few bytes to exceed the store's rate.
         return load.pinned and load.gpu_like and load.phase == "prefill"
     return load.pinned and (against != "vllm" or load.gpu_like)
 
 
 def busy(cell: dict[str, Any]) -> float:
-    """The share of one core that everything beside the engine's own threads took."""
+    """Share of one core used by all threads other than the engine's, and by the server."""
     others = sum(s for name, s in cell["cpu_s"].items() if name != "engine") + cell["server_cpu_s"]
     return float(others / cell["durable_s"])
 
@@ -138,7 +142,7 @@ def line(cell: dict[str, Any]) -> str:
     return (
         f"{cell['load']} {cell['sink']} round {cell['round']}: {cell['tokens_per_s']:,.0f} tokens/s, until durable "
         f"{cell['durable_tokens_per_s']:,.0f}, first token {cell['ttft_median'] * 1e3:.0f} ms, "
-        f"{cell['durable_bytes_per_s'] / 1e6:.0f} MB/s, others' core {busy(cell):.0%}"
+        f"{cell['durable_bytes_per_s'] / 1e6:.0f} MB/s, writers' core {busy(cell):.0%}"
     )
 
 
@@ -148,35 +152,40 @@ def spread(values: Sequence[float], form: str = ",.0f") -> str:
 
 
 def stored(sink: str, rows: Sequence[dict[str, Any]]) -> str:
-    """MB/s that are durable, of sinks that store."""
+    """Durable MB/s; a dash for sinks that store nothing."""
     return spread([r["durable_bytes_per_s"] / 1e6 for r in rows]) if KINDS.get(sink) in (None, "vllm") else "–"
 
 
 def bounds(ratio: dict[str, Any]) -> str:
-    """The median's interval, where there are enough pairs for one."""
+    """The median's confidence interval; empty with fewer than six pairs."""
     return "–".join(f"{v:.3f}" for v in ratio["interval"]) if ratio["pairs"] > 5 and "interval" in ratio else ""
 
 
 def table(found: dict[str, Any]) -> str:
-    """As Markdown."""
+    """The report as Markdown."""
     cells = found["cells"]
     lines = [
-        "# What extraction costs an engine",
+        "# Cost of extraction for an engine",
         "",
-        "Made by `python -m benchmarks.engine`, which says what the sinks are. Figures are medians (least–most) of "
-        "windows, ratios of pairs of windows of one turn. What a model computes on a CPU is no measure of a GPU; "
-        "ratios within a load are. By the engine's CPU time: that of its own thread, so without our copies, which "
-        "have a thread, and with those of vLLM's own connector, which are within the step on a CPU (it has no "
-        "streams). Durable is what is on the disk or with the server, of vLLM's own as well, which leaves that to "
-        "the kernel: its files are synced. Blocks held: requests that are held, times the blocks of one. Host memory: "
-        "its growth from the first half of a window to the second. Others' core: the share of one that all but the "
-        "engine's own threads took, the server among them. Strangers: `busy`, `traffic`, `disk`; direct: with "
-        "`cache_writes: direct`. vLLM's own is subclassed on a CPU: pinned memory and streams are plain ones, it takes "
-        "the layout that there is, and, as ours, it verifies no drafts. Cells take their windows in the order of the "
-        "command, then backwards: what is compared may lie some windows apart. Pairs of one round are of the same two "
-        "processes, which differ as long as they live: the range of few rounds is narrower than what is known. Loads "
-        "that end in `host`, `files` and `cache-files` are of one engine whose captures are switched on and off "
-        "between windows. Intervals are of the median, with 95 %, and take windows as independent.",
+        "Made by `python -m benchmarks.engine`; its docstring describes the sinks. Figures are medians (range) of "
+        "windows. Ratios are medians over pairs of windows of one turn. A CPU's tokens/s say nothing about a GPU; "
+        "compare ratios within a load.",
+        "",
+        "- *By the engine's CPU time*: CPU time of the engine's thread. It excludes our copies, which run on another "
+        "thread. It includes those of vLLM's own connector, which run in the step, because a CPU has no streams.",
+        "- *Durable*: on the disk or acknowledged by the server. Files of vLLM's own connector are synced first.",
+        "- *Blocks held*: held requests times the blocks of one request.",
+        "- *Host memory*: peak, and growth from the first half of a window to the second.",
+        "- *Writers' core*: share of one core used by all but the engine's threads, the server included.",
+        "- *Another process*: `busy`, `traffic` or `disk`. *Direct*: with `cache_writes: direct`.",
+        "- *vLLM's own*: its connector, subclassed for a CPU: without pinned memory and streams, with the CPU's cache "
+        "layout, and without drafts, as ours.",
+        "- Cells measure windows in alternating order, so compared windows may be some windows apart. Pairs of one "
+        "round compare the same two processes, which differ for their whole life. So the range of few rounds is too "
+        "narrow.",
+        "- Loads that end in `host`, `files` and `cache-files` have one engine whose captures are switched on and off "
+        "between windows.",
+        "- Intervals are 95 % confidence intervals of the median. They assume independent windows.",
         "",
     ]
     for load in dict.fromkeys(c["load"] for c in cells):
@@ -192,8 +201,8 @@ def table(found: dict[str, Any]) -> str:
             "",
             "| sink | windows | tokens/s until the last answer | by the engine's CPU s "
             "| until the last sample is durable | first token, ms "
-            "| hidden-state cache blocks held, most | host memory, most (growth), MiB "
-            "| CPU s a window: engine, writers, server | others' core | durable MB/s |",
+            "| hidden-state cache blocks held, peak | host memory, peak (growth), MiB "
+            "| CPU s a window: engine, writers, server | writers' core | durable MB/s |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for sink in SINKS:
@@ -219,7 +228,7 @@ def table(found: dict[str, Any]) -> str:
             )
         lines += [
             "",
-            "| ratio | sink | median (range) | its interval | pairs | goal | |",
+            "| ratio | sink | median (range) | interval | pairs | goal | |",
             "|---|---|---|---|---:|---|---|",
         ]
         lines += [

@@ -1,15 +1,15 @@
-"""Captures of one engine switched on and off between windows, in its own process. For an eager engine on the V1 runner.
+"""Switch captures on and off between windows, within an engine's process. For an eager engine on the V1 runner.
 
-Two processes of one cell differ for as long as they live by more than a capture costs; two windows of one engine differ
-only in what is switched. What is off does nothing at all: the hooks of the taps are removed from the modules, the model
-returns no captured layers, and the runner does not call its drafter.
+Two processes of one cell differ, for their whole life, by more than a capture costs. Two windows of one engine differ
+only in the switched captures. A capture that is off costs nothing: the taps' hooks are removed from the modules, the
+model returns no captured layers, and the runner does not call its drafter.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-#: Of each mode: whether taps run, how vLLM's extraction writes (None: it is off), and whether requests ask.
+#: For each mode: whether taps run, how vLLM's extraction writes (None: off), and whether requests ask for states.
 MODES: dict[str, tuple[bool, str | None, bool]] = {
     "none": (False, None, False),
     "null": (False, "vllm", False),
@@ -22,7 +22,7 @@ MODES: dict[str, tuple[bool, str | None, bool]] = {
 
 
 class Toggles:
-    """The switches of an engine, all of them on at first."""
+    """The switches of an engine. All captures are on at first."""
 
     def __init__(self, engine: Any):
         core = engine.engine_core.engine_core
@@ -42,7 +42,7 @@ class Toggles:
 
             drafter.propose = counted
         for layer in self._config.compilation_config.static_forward_context.values():
-            layer.kv_cache.fill_(0)  # memory that is touched for the first time would cost the window that does it
+            layer.kv_cache.fill_(0)  # otherwise the first windows pay for page faults
         self.taps = getattr(self._model, "hsx_taps", None)
         tables = [t for m in self._model.modules() for t in (m._forward_hooks, m._forward_pre_hooks)]
         found = [(t, {k: h for k, h in t.items() if h.__module__ == "hsx_dist.taps.install"}) for t in tables]
@@ -50,7 +50,7 @@ class Toggles:
         self.mode = ""
 
     def switch(self, mode: str) -> bool:
-        """Capture as ``mode`` says, from the next step on; whether requests are to ask."""
+        """Switch captures to ``mode`` from the next step on. Returns whether requests must ask for states."""
         tapped, extraction, asks = MODES[mode]
         self.mode = mode
         for table, ours in self._hooks:
@@ -74,14 +74,14 @@ class Toggles:
         watch(layer, cache, tuple(sorted(self._layers)), self._config, direct=direct)
 
     def captured(self) -> tuple[int, int]:
-        """Rows that each tap has written, and rows that vLLM's extraction was given, so far."""
+        """Rows that each tap has written so far, and rows that vLLM's extraction has received."""
         return (self.taps.check_alive() if self.taps is not None else 0), self._drafted
 
     def check(self, before: tuple[int, int], tokens: int) -> None:
-        """Check that a window of ``tokens`` captured what its mode says, and nothing else.
+        """Check that a window of ``tokens`` captured exactly the rows of its mode.
 
         Raises:
-            RuntimeError: it did not: the window is not what it claims.
+            RuntimeError: it captured other rows, so its figures are invalid.
         """
         tapped, extraction, _ = MODES[self.mode]
         expected = (tokens * tapped, tokens * (extraction is not None))

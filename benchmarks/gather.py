@@ -1,11 +1,11 @@
-"""Gathering cache blocks into reused host buffers, against memcpy of as many bytes: ``python benchmarks/gather.py``.
+"""Gathering cache blocks into reused host buffers, compared with memcpy: ``python benchmarks/gather.py``.
 
-Every case is measured in rounds; a round runs each operation once, in an order drawn anew, on bytes that no other
-operation of the case has just read. A figure is the median over rounds of (memcpy's time / the operation's time), so
-that 1 is memcpy's speed, with the quartiles beside it: what else runs on the machine slows both sides of a ratio.
+A round runs each operation of a case once, in random order, on bytes that no other operation has just read. A figure is
+the median, with quartiles, of (memcpy's time / the operation's time) over the rounds, so 1 is memcpy's speed. Other
+load on the machine slows both sides of a ratio.
 
-On a CPU, memcpy is libc's, of one contiguous run of the cache into the same ring of buffers. With CUDA it is the
-device's own copy of one contiguous run into pinned memory. Needs torch and ``hsx_dist.connector.gather`` alone.
+On a CPU, memcpy is libc's copy of one contiguous run of the cache into the same ring of buffers. With CUDA it is the
+device's copy of one contiguous run into pinned memory. Needs only torch and ``hsx_dist.connector.gather``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # a checkout that nothing was installed from
+sys.path.insert(0, str(HERE.parent))  # hsx_dist of this checkout, which may not be installed
 
 from hsx_dist.connector.gather import Order, gather, gather_rows, page_shape  # noqa: E402
 
-#: What the connector ships at once: its default page, and the most of one layer in it (``connector/worker.py``).
+#: The connector's default page, and the limit for one layer in a page (``connector/worker.py``).
 PAGE_BYTES = 8 << 20
 LAYER_BYTES = 1 << 20
-#: Much more than the caches next to a core, and the ring that the connector reuses.
+#: Sizes of the cache, far above a core's caches, and of the connector's reused ring.
 CACHE_BYTES = 512 << 20
 RING_BYTES = 64 << 20
 
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def page_blocks(self) -> int:
-        """As ``point_copier.CopyPlan`` has it."""
+        """Blocks in a page, as in ``point_copier.CopyPlan``."""
         layer = self.block * self.hidden * DTYPE.itemsize
         return max(1, min(PAGE_BYTES // self.block_bytes, LAYER_BYTES // layer))
 
@@ -79,7 +79,7 @@ class Bench:
         self.blocks = CACHE_BYTES // case.block_bytes
         run = case.block * case.hidden
         size = run * case.layers
-        # Written, not merely reserved: untouched pages would be read from one page of zeros.
+        # Written, not only reserved: the kernel maps untouched pages to one page of zeros.
         self.memory = torch.randint(-9999, 9999, (self.blocks * size,), dtype=torch.int16, device=device).view(DTYPE)
         strides = (run, case.hidden) if case.order == "LTH" else (case.hidden, case.layers * case.hidden)
         self.cache = self.memory.as_strided((self.blocks, case.layers, case.block, case.hidden), (size, *strides, 1))
@@ -92,14 +92,14 @@ class Bench:
         self.uses = 0
 
     def operations(self) -> dict[str, Callable[[], Callable[[], None]]]:
-        """Each prepares fresh ids and a buffer, and returns what is timed."""
+        """Operations by name. Each prepares new ids and a buffer, and returns the function to time."""
         found = {"memcpy": self.memcpy, "gather": self.gather, "rows": self.rows}
         if self.case.order == "TLH":
             found["transpose"] = self.transpose
         return found
 
     def fresh(self) -> tuple[int, torch.Tensor]:
-        """First block of a page of the cache that was not read lately, and a buffer."""
+        """First block of a page of the cache without recent reads, and a buffer."""
         self.uses += 1
         first = self.uses * 7 * self.case.page_blocks % max(1, self.blocks - self.case.page_blocks)
         return first, self.ring[self.uses % len(self.ring)]
@@ -120,14 +120,14 @@ class Bench:
         )
 
     def gather(self) -> Callable[[], None]:
-        """A page in the cache's own order: what an engine's step pays."""
+        """Gather a page in the cache's own order: the cost within an engine's step."""
         first, out = self.fresh()
         ids, order = self.ids(first), self.case.order
         page = out.view(page_shape(self.cache, self.case.page_blocks, order))
         return lambda: self.synchronised(lambda: gather(self.cache, ids, page, order))
 
     def rows(self) -> Callable[[], None]:
-        """The same rows one by one, layer-major whatever the cache's order: what a request for some tokens pays."""
+        """Gather the same rows one by one into a layer-major page: the cost of a request for some of its tokens."""
         first, out = self.fresh()
         slots = (self.ids(first)[:, None] * self.case.block + torch.arange(self.case.block, device=self.device)).view(
             -1
@@ -137,7 +137,7 @@ class Bench:
         return lambda: self.synchronised(lambda: gather_rows(self.cache, slots, layers, page))
 
     def transpose(self) -> Callable[[], None]:
-        """A token-major page made layer-major on the host: what the writer pays later."""
+        """Transpose a token-major page to layer-major on the host: a later cost, in the writer."""
         _, page = self.fresh()
         _, out = self.fresh()
         source = page.view(page_shape(self.cache, self.case.page_blocks, "TLH")).permute(1, 0, 2)
@@ -187,7 +187,7 @@ def measure(case: Case, device: torch.device, rounds: int, seed: int) -> dict[st
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were taken on; no name of any machine."""
+    """Device, CPU, versions and commit; no host names."""
     model = ""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -222,13 +222,13 @@ def table(report: dict[str, Any]) -> str:
         "# Gathering cache blocks, against memcpy",
         "",
         f"{about['device']}; {about['cpu']}, {about['cores']} cores; torch {about['torch']}, one thread; "
-        f"{about['dtype']}; commit {about['commit']}; {report['rounds']} rounds. Made by `benchmarks/gather.py`, which "
-        "says how. Figures are shares of memcpy's speed: median (quartiles).",
+        f"{about['dtype']}; commit {about['commit']}; {report['rounds']} rounds. Made by `benchmarks/gather.py`, whose "
+        "docstring has the method. Figures are shares of memcpy's speed: median (quartiles).",
         "",
-        "- `gather`: whole blocks into a page of the cache's own order, which is what a step of the engine pays. Goal: "
-        f"{GOALS['LTH']} layer-major, {GOALS['TLH']} token-major.",
+        "- `gather`: whole blocks into a page in the cache's own order. This is the cost within an engine's step. "
+        f"Goal: {GOALS['LTH']} layer-major, {GOALS['TLH']} token-major.",
         "- `rows`: the same tokens one by one, into a layer-major page (`gather_rows`, every layer).",
-        "- `transpose`: a token-major page made layer-major afterwards, which is the writer's to pay.",
+        "- `transpose`: a token-major page transposed to layer-major. This is a later cost, in the writer.",
         "",
         "| hidden | layers | block | cache | block ids | page | memcpy | gather | rows | transpose |",
         "|---:|---:|---:|---|---|---:|---:|---:|---:|---:|",
@@ -249,7 +249,7 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60, help="how often each operation runs in each case")
+    parser.add_argument("--rounds", type=int, default=60, help="runs of each operation in each case")
     parser.add_argument("--write", action="store_true", help="write gather.md and .json")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder to write to, with --write")
     args = parser.parse_args()

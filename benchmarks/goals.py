@@ -1,13 +1,13 @@
-"""Goals as tables tell them: ``≥ 0.97``, ``≤ 1.03``, or nothing."""
+"""Goals as written in tables: ``≥ 0.97``, ``≤ 1.03``, or empty."""
 
 from __future__ import annotations
 
 
 def is_met(goal: str, measured: float) -> bool | None:
-    """None where there is no goal.
+    """Whether ``measured`` meets ``goal``; None without a goal.
 
     Raises:
-        ValueError: it is not written so.
+        ValueError: ``goal`` has another form.
     """
     if not goal:
         return None
@@ -18,7 +18,10 @@ def is_met(goal: str, measured: float) -> bool | None:
 
 
 def verdict(goal: str, measured: float, windows: int | None = None) -> str:
-    """What a table says of it; empty where there is no goal. ``windows``: of which it was measured; of one alone it
-    says little, and so the table says that."""
+    """``met`` or ``missed``; empty without a goal.
+
+    Args:
+        windows: Number of measured windows. A single window has no range, so the verdict mentions it.
+    """
     met = is_met(goal, measured)
     return "" if met is None else ("met" if met else "missed") + (", one window" if windows == 1 else "")

@@ -1,4 +1,4 @@
-"""The engine's side of shipping without anybody behind it."""
+"""A sender for the engine's side of shipping that has no writer."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Which codec serves which point: stored size and speed of the lossless codecs, by point.
+"""Stored size and speed of the lossless codecs for each point.
 
     .venv/bin/python -m benchmarks.point_codecs [--tokens 6000] [--rounds 7]
 
 Rows of SmolLM2-135M-Instruct in an early, a middle and the last layer, from transformers' modules in float32, rounded
-to bfloat16. There is no trained mixture of experts here: a router's points are those of a random one, and its ids are
-as hard to compress as ids can be. Writes benchmarks/results/point_codecs.md.
+to bfloat16. The router's points come from a random mixture of experts, so its ids are as hard to compress as possible.
+Writes benchmarks/results/point_codecs.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CODECS: dict[str, Codec] = {"zstd": ZstdCodec(1), "split": SplitCodec()}
 
 
 def rows_of(hooked: HookedModel, prompts: Iterable[Sequence[int]], tokens: int) -> dict[str, torch.Tensor]:
-    """``[layers, tokens, width]`` of each point."""
+    """Rows ``[layers, tokens, width]`` of each point."""
     found: dict[str, list[torch.Tensor]] = {}
     have = 0
     for ids in prompts:
@@ -52,14 +52,14 @@ def rows_of(hooked: HookedModel, prompts: Iterable[Sequence[int]], tokens: int) 
 
 
 def in_dtype(name: str, rows: torch.Tensor) -> tuple[str, np.ndarray[Any, Any]]:
-    """The dtype in which an engine of bfloat16 stores the point, and the rows' carrier."""
+    """The point's dtype in an engine of bfloat16, and the rows in that dtype's carrier."""
     dtype = POINTS[name].dtype or "bfloat16"
     data = rows.to(getattr(torch, dtype)).contiguous().view(torch.uint8).numpy()
     return dtype, data.view(CARRIER[dtype])
 
 
 def measured(codec: Codec, chunks: Sequence[np.ndarray[Any, Any]], dtype: str, rounds: int) -> tuple[float, float]:
-    """The ratio, and MB/s of input while encoding: the median of the rounds."""
+    """The ratio, and the median over rounds of MB/s of input while encoding."""
     room = np.empty(2 * chunks[0].nbytes + 4096, np.uint8)
     seconds = []
     for _ in range(rounds):
@@ -100,11 +100,11 @@ def main() -> None:
             "# Codecs by point",
             "",
             f"`python -m benchmarks.point_codecs`: {args.tokens:,} tokens of SmolLM2-135M-Instruct, layers {LAYERS}; a "
-            "random router of 8 experts. Ratio is raw by stored bytes; MB/s of input on one thread, median of "
-            f"{args.rounds}. {about['cpu']}, {about['cores']} cores, load {about['load_average']}, commit "
+            "random router of 8 experts. Ratio is raw ÷ stored bytes; MB/s of input on one thread, median of "
+            f"{args.rounds} rounds. {about['cpu']}, {about['cores']} cores, load {about['load_average']}, commit "
             f"{about['commit']}.",
             "",
-            "| point | dtype | zstd | MB/s | split | MB/s | stored with `codec: split` as |",
+            "| point | dtype | zstd | MB/s | split | MB/s | codec used with `codec: split` |",
             "|---|---|---:|---:|---:|---:|---|",
             *lines,
             "",

@@ -1,10 +1,10 @@
-"""What the writer pool costs: pages of real states from Ray's object store to an S3 server that discards them.
+"""Cost of the writer pool: pages of real states from Ray's object store to an S3 server that discards them.
 
-    .venv/bin/python -m benchmarks.pool                  # every goal; writes benchmarks/results/pool.{md,json}
-    .venv/bin/python -m benchmarks.pool --gib 1 --dry    # quickly, and writes nothing
+    .venv/bin/python -m benchmarks.pool                  # all goals; writes benchmarks/results/pool.{md,json}
+    .venv/bin/python -m benchmarks.pool --gib 1 --dry    # short, and writes nothing
 
-Everything that is compared runs in processes bound to one core, the server on another one, in one run, the sides taking
-turns. Besides wall clock the processes' own CPU time is told: on a machine that does other things too it holds better.
+All compared processes are bound to one core, the server to another. The sides take turns within one run. The report has
+wall clock and CPU time; CPU time is more reliable on a shared machine.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ from hsx_dist.writers.sink import SinkOptions
 HERE = Path(__file__).parent
 LAYERS, HIDDEN = (2, 15, 27), 576
 PAGE_TOKENS = 2048  # 7 MB of bf16 with three layers
-#: What waits is sent together: as a replica's shipping thread does whose writers keep up, or hardly do.
+#: Waiting pages go in one call of this size, as from a replica whose writers just keep up.
 CALL_BYTES = 27 << 20
 PAGE_BYTES = PAGE_TOKENS * len(LAYERS) * HIDDEN * 2
-#: Pages as the connector cuts them, calls as its shipping thread makes them: (name, layers, hidden size).
+#: Models whose pages and calls are cut as by the connector and its shipping thread: (name, layers, hidden size).
 SHAPES = (("SmolLM2-135M, 3 layers", 3, 576), ("Llama-8B, 4 layers", 4, 4096), ("Qwen3-4B, all 37 states", 37, 2560))
 GIB = 1 << 30
 PART = 256 << 20
 OBJECT_STORE = 1 << 30
 CREDIT = 256 << 20
-#: A writer has taken so much before it is measured: what it touches of Ray's object store it touches for the first time
-#: once, and its first put makes connections.
+#: Bytes through a writer before it is measured: the first pass over Ray's object store has page faults, and the first
+#: put makes connections.
 WARM = OBJECT_STORE + (OBJECT_STORE >> 2)
 SIZES = [1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28]
 
 
 def real_states(pages: int) -> np.ndarray[Any, Any]:
-    """uint16 ``[pages, L, PAGE_TOKENS, H]``: SmolLM2's states (rounded to bf16) of this repository's own text."""
+    """uint16 ``[pages, L, PAGE_TOKENS, H]``: SmolLM2's states of this repository's text, rounded to bf16."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -86,7 +86,7 @@ def real_states(pages: int) -> np.ndarray[Any, Any]:
 
 
 def page_of(states: np.ndarray[Any, Any], i: int) -> Page:
-    """The ``i``-th page of an endless supply: the real ones in turn, each a sample of its own."""
+    """The ``i``-th page of an endless supply: the pages of ``states`` in turn, each a separate sample."""
     data = states[i % len(states)]
     layers, tokens, _ = data.shape
     segment = Segment(f"k{i}", 0, 0, tokens, tokens)
@@ -95,7 +95,7 @@ def page_of(states: np.ndarray[Any, Any], i: int) -> Page:
 
 
 def as_pages(states: np.ndarray[Any, Any], layers: int, hidden: int) -> np.ndarray[Any, Any]:
-    """The same numbers as pages ``[n, layers, T, hidden]`` of as many tokens as the connector puts into one."""
+    """The same numbers as pages ``[n, layers, T, hidden]``; T is the connector's number of tokens in a page."""
     plan = CopyPlan.of(
         block_size=16,
         layers=layers,
@@ -110,13 +110,13 @@ def as_pages(states: np.ndarray[Any, Any], layers: int, hidden: int) -> np.ndarr
 
 
 def calls(pages: int, page_bytes: int, call_bytes: int) -> Iterator[range]:
-    """Which pages go together: until there are ``call_bytes``."""
+    """Ranges of pages that are sent in one call, of at least ``call_bytes`` each."""
     step = -(-call_bytes // page_bytes)
     return (range(i, min(i + step, pages)) for i in range(0, pages, step))
 
 
 def bind(core: int) -> None:
-    """Bind every thread of this process, and so those that they start, to ``core``."""
+    """Bind every thread of this process to ``core``. New threads inherit this."""
     for task in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(task.name), {core})
 
@@ -127,13 +127,13 @@ def cpu_seconds() -> float:
 
 
 def busy_seconds() -> float:
-    """Of all cores, whoever used them."""
+    """CPU seconds of all cores, used by any process."""
     t = psutil.cpu_times()
     return float(sum(t) - t.idle - t.iowait)
 
 
 class Bench:
-    """A process on one core that does by hand what a writer is measured against. ``states`` lie in shared memory."""
+    """A process on one core that runs the baselines of a writer. ``states`` are in shared memory."""
 
     def __init__(self, core: int):
         bind(core)
@@ -146,7 +146,7 @@ class Bench:
 
     def codec(self, states: np.ndarray[Any, Any], name: str, pages: int) -> tuple[float, float]:
         codec = resolve_codec(name)
-        # Into memory as a writer's, and kept as long as a part is: what is thrown away at once never leaves the cache.
+        # Blocks are kept as long as a part, as in a writer. Blocks freed at once would stay in the CPU's cache.
         pool, kept = BlockPool(2 * PART), deque[np.ndarray[Any, Any]]()
 
         def work() -> None:
@@ -159,7 +159,7 @@ class Bench:
         return self._timed(pages * states[0].nbytes, work)
 
     def straightforward(self, states: np.ndarray[Any, Any], pages: int, options: dict[str, Any]) -> tuple[float, float]:
-        """safetensors.torch.save → zstd-1 → s3fs pipe, an object a sample: what one writes without this library."""
+        """safetensors.torch.save → zstd-1 → s3fs pipe, an object for each sample: the pipeline without this library."""
         import s3fs
         import torch
         import zstandard
@@ -177,7 +177,7 @@ class Bench:
         return self._timed(pages * PAGE_BYTES, work)
 
     def puts(self, backend: str, size: int, count: int, at_once: int, options: dict[str, Any]) -> tuple[float, float]:
-        """``count`` objects of ``size`` bytes through a store of ours."""
+        """Put ``count`` objects of ``size`` bytes through our store."""
         from concurrent.futures import ThreadPoolExecutor
 
         store = open_store("s3://bench/puts", options, backend=backend)  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ class Bench:
             )
 
     def own_puts(self, size: int, count: int, at_once: int, endpoint: str) -> tuple[float, float]:
-        """obstore alone, as it comes but for the payload's signature."""
+        """Put with obstore alone: its defaults, but an unsigned payload."""
         from concurrent.futures import ThreadPoolExecutor
 
         import obstore
@@ -214,7 +214,7 @@ class Bench:
 
 @contextmanager
 def server(core: int) -> Iterator[str]:
-    """The discarding server in a process of its own; yields its endpoint."""
+    """Start the discarding server as a process on ``core``; yields its endpoint."""
     argv = [sys.executable, "-m", "tests.harness.discard"]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -228,7 +228,7 @@ def server(core: int) -> Iterator[str]:
 
 
 class Memory:
-    """Resident memory of another process, sampled on a thread: anonymous, and shared (Ray's object store)."""
+    """Samples, on a thread, another process's resident memory: private, and shared (Ray's object store)."""
 
     def __init__(self, pid: int):
         self.samples: list[tuple[float, int, int]] = []
@@ -256,7 +256,7 @@ def run_writers(
     cores: Sequence[int],
     call_bytes: int = CALL_BYTES,
 ) -> dict[str, Any]:
-    """One writer a core, fed by a real sender from this process, until everything is proven."""
+    """Run one writer for each core, with a real sender in this process, until all samples have receipts."""
     page_bytes = states[0].nbytes
     node = ray.get_runtime_context().get_node_id()
     actors = []
@@ -290,7 +290,7 @@ def run_writers(
     proven = {p.segment.key for r in receipts for p in r.segments}
     assert not lost, lost
     assert not [e for e in events if isinstance(e, Lost)]
-    assert proven >= {f"k{i}" for i in range(pages)}, f"{len(proven)} of {pages} samples are proven"
+    assert proven >= {f"k{i}" for i in range(pages)}, f"expected {pages} samples with receipts, got {len(proven)}"
     gib = pages * page_bytes / GIB
     return {
         "gib_per_s": gib / wall,
@@ -328,7 +328,7 @@ def measure(gib: float, rounds: int, long_gib: float) -> dict[str, Any]:
     with server(rest) as endpoint:
         base: dict[str, Any] = {"key": "a", "secret": "b", "endpoint_url": endpoint}
         base["client_kwargs"] = {"region_name": "us-east-1"}
-        # What every client sends to AWS over TLS; over plain http it would hash the payload once more.
+        # As clients do over TLS; over plain HTTP they would hash the payload once more.
         tls = {**base, "config_kwargs": {"s3": {"payload_signing_enabled": False}}}
         rows: dict[str, list[tuple[float, float]]] = {}
 
@@ -438,16 +438,16 @@ def report(found: dict[str, Any]) -> str:
         f"{m['memory_gib']} GiB, load before the start {m['load_before']:.1f}; "
         + ", ".join(f"{k} {v}" for k, v in m["versions"].items()) + f", Python {m['python']}.",
         f"Pages of {PAGE_BYTES} bytes: SmolLM2-135M's layers {list(LAYERS)}, bf16, tiled. Server, sender and Ray on "
-        f"one core, what is measured on the other; writers had taken {WARM / GIB:g} GiB before; medians of "
-        f"{max(len(r) for r in found['rounds'].values())} rounds that take turns.", "",
+        f"one core, the measured process on the other; writers are warm after {WARM / GIB:g} GiB; medians of "
+        f"{max(len(r) for r in found['rounds'].values())} rounds in which the sides take turns.", "",
         "| | GiB/s of raw states | CPU s/GiB of its process |", "|---|---|---|",
         *(f"| {n} | {r['gib_per_s']:.3f} | {r['cpu_s_per_gib']:.3f} |" for n, r in found["rows"].items()), "",
-        "| goal | wanted | wall clock | by CPU time |", "|---|---|---|---|",
+        "| ratio | goal | wall clock | by CPU time |", "|---|---|---|---|",
         *(f"| {g['goal']} | ≥ {g['wanted']} | {g['wall']:.2f} | {'' if g['cpu'] is None else format(g['cpu'], '.2f')} |"
           for g in found["goals"]), "",
-        f"(d) asks for two free cores. Here server, sender and Ray took {found['cores_of_others']:.2f} of the "
-        f"{m['cores']}, so that by wall clock no more than {m['cores'] - found['cores_of_others']:.2f} could be had; "
-        "by CPU time, what two writers take for the same bytes is compared.",
+        f"(d) needs two free cores. Here server, sender and Ray used {found['cores_of_others']:.2f} of "
+        f"{m['cores']} cores, which limits the ratio by wall clock to {m['cores'] - found['cores_of_others']:.2f}. "
+        "By CPU time, the ratio compares the CPU seconds for the same bytes.",
         "",
         f"(e) over {long['gib']:g} GiB: resident at most {long['resident_peak'] >> 20} MiB, of it shared with Ray's "
         f"object store at most {long['shared_peak'] >> 20} MiB; bound {long['bound'] >> 20} MiB; mean of the second "
@@ -459,7 +459,7 @@ def report(found: dict[str, Any]) -> str:
         *(f"| {s['shape']} | {s['tokens']} | {s['page_bytes'] / 1e6:.1f} | {s['codec'][0]:.3f} | {s['writer'][0]:.3f} "
           f"| {s['writer'][0] / s['codec'][0]:.2f} | {s['codec'][1] / s['writer'][1]:.2f} |" for s in found["shapes"]),
         "",
-        "Puts by object size, 8 at once, one core; fsspec as it comes, obstore with an unsigned payload:", "",
+        "Puts by object size, 8 at once, one core; fsspec with its defaults, obstore with an unsigned payload:", "",
         "| object | fsspec GiB/s | CPU s/GiB | obstore GiB/s | CPU s/GiB |", "|---|---|---|---|---|",
         *(f"| {r['size'] >> 10} KiB | {r['fsspec'][0]:.3f} | {r['fsspec'][1]:.2f} | {r['obstore'][0]:.3f} | "
           f"{r['obstore'][1]:.2f} |" for r in found["sizes"]), "",
@@ -471,11 +471,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=3.0, help="raw GiB of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--long-gib", type=float, default=20.0, help="raw GiB of the measurement of memory")
+    parser.add_argument("--long-gib", type=float, default=20.0, help="raw GiB of the memory measurement")
     parser.add_argument("--dry", action="store_true", help="write no results")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder to write to")
     args = parser.parse_args()
-    args.results = args.results.resolve()  # what follows runs in a folder of its own
+    args.results = args.results.resolve()  # the working folder changes below
     found: dict[str, Any] = {"machine": machine()}
     with tempfile.TemporaryDirectory(prefix="hsx-bench-") as folder:
         os.chdir(folder)

@@ -1,4 +1,4 @@
-"""Processes beside what is measured, looked for without taking much from it."""
+"""Find, pin and watch the processes and threads of a benchmark's cell, with little load on the cell."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of what ``pid`` started, and what that started; of one that has ended, none.
+    """Process ids of all descendants of ``pid``; empty once ``pid`` has ended.
 
-    By the kernel's own list where it keeps one: psutil reads every process of the machine, some milliseconds each time,
-    in which its interpreter's lock, or the core that it shares with the writers, is not the engine's.
+    Uses the kernel's list of children if available. psutil reads every process of the machine, which takes some
+    milliseconds each time. Meanwhile it holds the interpreter's lock, or the core of the writers.
     """
     if not LISTED:
         with suppress(psutil.Error):
@@ -34,11 +34,13 @@ def descendants(pid: int) -> list[int]:
 
 
 def pin(engine: int, others: int) -> None:
-    """Keep this process's first thread on one core, and every other one, also those that come later and those of the
-    processes that it starts, on another."""
+    """Pin this process's first thread to one core, and all other threads and those of child processes to another.
+
+    Never returns: new threads are pinned every half second.
+    """
     os.sched_setaffinity(os.getpid(), {engine})
     while True:
-        # Those that are pinned already, too: one that was just starting another one gives itself its old cores back.
+        # Also threads that are pinned already: a thread that is starting another one restores its old affinity.
         for process in (os.getpid(), *descendants(os.getpid())):
             for task in tasks(process) - {os.getpid()}:
                 with suppress(ProcessLookupError):  # it has ended
@@ -47,14 +49,14 @@ def pin(engine: int, others: int) -> None:
 
 
 def tasks(process: int) -> set[int]:
-    """Its threads' ids; none once it has ended."""
+    """Ids of the process's threads; empty once it has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
-        return set(map(int, os.listdir(f"/proc/{process}/task")))  # noqa: PTH208 - every half second, beside the engine
+        return set(map(int, os.listdir(f"/proc/{process}/task")))  # noqa: PTH208 - cheaper; called every half second
     return set()
 
 
 def strays(engine: int, others: int) -> set[int]:
-    """Threads of this process and of those that it started that may run elsewhere."""
+    """Threads of this process and its descendants that are not pinned to their core."""
     found = set()
     for process in (os.getpid(), *descendants(os.getpid())):
         for task in tasks(process):
@@ -65,20 +67,25 @@ def strays(engine: int, others: int) -> set[int]:
 
 
 def check_pinned(engine: int, others: int) -> None:
-    """At a window's end.
+    """Check, at a window's end, that all threads are pinned.
 
     Raises:
-        RuntimeError: a thread runs elsewhere, so that the window is not what it claims.
+        RuntimeError: a thread is not pinned, so the window's figures are invalid.
     """
     if found := strays(engine, others):
-        time.sleep(1.5)  # those that just began are pinned by then
+        time.sleep(1.5)  # new threads are pinned by then
         if found := found & strays(engine, others):
-            raise RuntimeError(f"expected threads on cores {engine} and {others} alone, {sorted(found)} are not")
+            raise RuntimeError(
+                f"expected threads on cores {engine} and {others} only, got threads {sorted(found)} on other cores"
+            )
 
 
 def cpu_seconds(compute: set[int]) -> dict[str, float]:
-    """CPU seconds of this process: the threads in ``compute``, each of Python's other ones by its name without its
-    number, and the rest, among it threads that have ended."""
+    """CPU seconds of this process and its children, by name.
+
+    ``engine``: the threads in ``compute``. Other Python threads are grouped by their name without its number. ``rest``:
+    all other threads, including ended ones. ``writer process``: child processes.
+    """
     names = {t.native_id: t.name.rstrip("-_0123456789") for t in threading.enumerate()}
     of: dict[str, float] = {}
     for task in Path("/proc/self/task").iterdir():
@@ -98,8 +105,7 @@ def cpu_seconds(compute: set[int]) -> dict[str, float]:
 
 
 def memory(pids: Sequence[int]) -> int:
-    """Bytes of host memory that these processes have for themselves, and of what they share, their ring, once; those
-    that have ended have none."""
+    """Bytes of host memory of these processes. Shared memory, which is their ring, counts once."""
     own, shared = 0, [0]
     for pid in pids:
         try:
@@ -114,23 +120,22 @@ def memory(pids: Sequence[int]) -> int:
 
 
 def growth(seen: Sequence[int]) -> int:
-    """The second half's peak over the first half's, of one window: what grows goes on growing."""
+    """Peak of the second half of a window minus peak of the first half: a leak grows in both."""
     half = (len(seen) + 1) // 2
     return max(seen[half:], default=seen[-1]) - max(seen[:half])
 
 
-#: Fewer looks at memory than this say nothing of growth.
+#: Smallest number of memory samples from which growth is computed.
 _LOOKS = 8
 
 
 class Watch:
-    """Host memory of a process and those that it started, and the CPU seconds of the server beside it, from outside and
-    while a window lasts."""
+    """Samples, during windows, the host memory of a process and its descendants, and the server's CPU seconds."""
 
     def __init__(self, pid: int, server: int | None):
         self._pid = pid
         self._server = server
-        self._seen: list[tuple[float, int, float]] = []  # (when, bytes, server's CPU seconds)
+        self._seen: list[tuple[float, int, float]] = []  # (time, bytes, server's CPU seconds)
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -145,7 +150,7 @@ class Watch:
 
     def _look(self, ended: threading.Event) -> None:
         while True:
-            with suppress(psutil.Error):  # one that ended meanwhile; the next look has the others
+            with suppress(psutil.Error):  # a process ended during the sample; the next sample has the others
                 pids = (self._pid, *descendants(self._pid))
                 self._seen.append((time.monotonic(), memory(pids), self._cpu()))
             if ended.wait(0.25):
@@ -158,20 +163,20 @@ class Watch:
         return sum(t.user + t.system for t in times)
 
     def within(self, windows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Of these times alone, in order.
+        """Peak memory, memory growth and server's CPU seconds of these windows.
 
         Raises:
-            RuntimeError: nothing was seen of one of them.
+            RuntimeError: a window has no sample.
         """
         seen = [[s for s in self._seen if w["start"] <= s[0] <= w["durable"]] for w in windows]
-        # Under load alone: what drains afterwards would hide what grows.
-        # Nor before the cache is as full as it becomes: its memory is vLLM's, touched for the first time.
+        # Growth counts only until the last answer: draining afterwards would hide it. It counts only from the time when
+        # vLLM's cache is full: before, vLLM touches the cache's memory for the first time.
         loaded = [[m for t, m, _ in self._seen if w["full"] <= t <= w["answered"]] for w in windows]
         for i, w in enumerate(windows):
             if len(loaded[i]) < _LOOKS:
                 loaded[i] = [m for t, m, _ in self._seen if w["start"] <= t <= w["answered"]]
         if not all(seen) or not all(loaded):
-            raise RuntimeError(f"expected looks at memory within each of {len(windows)} windows, there were none")
+            raise RuntimeError(f"expected memory samples within each of {len(windows)} windows, got none in one")
         return {
             "memory_peak": max(m for window in seen for _, m, _ in window),
             "memory_growth": max(map(growth, loaded)),

@@ -1,4 +1,4 @@
-"""What a result was measured on: hardware, versions, commit. No host names, no paths."""
+"""Hardware, versions and commit of a result. No host names, no paths."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def provenance(*packages: str) -> dict[str, Any]:
-    """JSON types; of ``packages`` those that are installed. ``commit`` ends in ``+`` where the checkout has changes
-    that are not committed."""
+    """A dict of JSON types, with the versions of those ``packages`` that are installed.
+
+    ``commit`` ends in ``+`` if the checkout has uncommitted changes.
+    """
     commit = _git("rev-parse", "--short=12", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", "hsx_dist", "benchmarks/*.py")
     return {
@@ -45,6 +47,6 @@ def _cpu() -> str:
 def _git(*args: str) -> str:
     try:
         done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    except FileNotFoundError:  # a bare machine
+    except FileNotFoundError:  # no git on this machine
         done = ""
     return done.strip() or ("unknown" if args[0] == "rev-parse" else "")

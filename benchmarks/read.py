@@ -1,9 +1,9 @@
-"""Reading: a data set over parts against a loop over objects, one layer against all, the disk against the codec.
+"""Reading: our data set ÷ a loop over objects, one layer ÷ all layers, reads from disk ÷ the codec alone.
 
     .venv/bin/python -m benchmarks.read [--rounds 3]
 
-Parts of real SmolLM2 states in SeaweedFS, behind a proxy that holds every request back for 20 ms, and on local disk.
-The ways take turns in every round; ratios are medians of those within a round. Writes
+Parts of real SmolLM2 states are stored in SeaweedFS, behind a proxy that delays every request by 20 ms, and on local
+disk. The compared ways take turns in every round. Ratios are medians of those within a round. Writes
 benchmarks/results/read.{md,json}.
 """
 
@@ -42,7 +42,7 @@ from tests.harness.servers import S3Server, seaweedfs
 
 RESULTS = Path(__file__).parent / "results"
 LATENCY_S, TOKENS, HIDDEN = 0.020, 512, 576
-#: Of samples of all layers: the length that draft models are usually trained at. A layer of it is 1.6 MB.
+#: Tokens of samples with all layers: the usual length in training of draft models. One layer has 1.6 MB.
 WIDE_TOKENS = 2048
 EAGLE, WIDE = (2, 15, 27, 30), tuple(range(31))
 PREFETCH = 128 << 20
@@ -51,7 +51,7 @@ PREFETCH = 128 << 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=96, help="of four layers")
+    parser.add_argument("--samples", type=int, default=96, help="samples of four layers")
     parser.add_argument("--wide", type=int, default=16, help="samples of 31 layers")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
@@ -72,7 +72,7 @@ def main() -> None:
             measures: list[Callable[[], dict[str, Any]]] = [
                 lambda: against_objects(server, slow, len(narrow), args.rounds),
                 lambda: one_layer(server, slow, args.rounds, "wide", WIDE_TOKENS, ">= 8"),
-                lambda: one_layer(server, slow, args.rounds, "short", TOKENS, "(told, no goal)"),
+                lambda: one_layer(server, slow, args.rounds, "short", TOKENS, "(no goal)"),
                 lambda: against_codec(f"{folder}/narrow", narrow, args.rounds),
                 lambda: token_batches(f"{folder}/narrow", narrow, args.rounds),
                 lambda: memory(server, slow),
@@ -89,7 +89,7 @@ def main() -> None:
 def samples(
     states: np.ndarray[Any, Any], layers: Sequence[int], count: int, tokens: int = TOKENS
 ) -> list[RandomSample]:
-    """Windows of real states ``[4, T, H]``; where more than four layers are wanted, these again."""
+    """Samples from windows of real states ``[4, T, H]``. Beyond four layers the states repeat."""
     found = []
     for i in range(count):
         start = (i * 397) % (states.shape[1] - tokens)
@@ -100,7 +100,7 @@ def samples(
 
 
 def put_objects(server: S3Server, narrow: Sequence[RandomSample]) -> None:
-    """What the loop reads: an object a sample, as a user without this package would write it."""
+    """Store the loop's input: an object for each sample, as a user without this package would write it."""
     import torch
     from safetensors.torch import save
 
@@ -126,7 +126,7 @@ def against_objects(server: S3Server, slow: dict[str, Any], count: int, rounds: 
         for name in names:
             assert load(fs.cat_file(name))["hidden_states"].shape == (TOKENS, 4, HIDDEN)
 
-    run = open_run(f"{server.url}/narrow", storage_options=slow)  # once, as the file system is made once
+    run = open_run(f"{server.url}/narrow", storage_options=slow)  # opened once, as the loop's file system
 
     def dataset() -> None:
         assert read_all(run, loss_mask="off") == count
@@ -155,7 +155,7 @@ def one_layer(server: S3Server, slow: dict[str, Any], rounds: int, name: str, to
         def work() -> None:
             counter = Counting(opened.store)
             run = opened.with_store(lambda _: counter)
-            # Room for as many samples of all layers under way as there are threads for one of them.
+            # Enough for all threads to read a sample of all layers at once.
             read_all(run, layers=layers, loss_mask="off", prefetch_bytes=2 << 30)
             counted[name] = counter.bytes
 
@@ -175,7 +175,7 @@ def one_layer(server: S3Server, slow: dict[str, Any], rounds: int, name: str, to
 
 
 def against_codec(path: str, narrow: Sequence[RandomSample], rounds: int) -> dict[str, Any]:
-    """From disk (its cache) with one thread, against the codec alone on the same chunks in memory."""
+    """Reads from disk (the page cache) with one thread ÷ the codec alone on the same chunks in memory."""
     codec = SplitCodec()
     chunks = []
     for sample in narrow:
@@ -206,9 +206,9 @@ def against_codec(path: str, narrow: Sequence[RandomSample], rounds: int) -> dic
 
 
 def token_batches(path: str, narrow: Sequence[RandomSample], rounds: int) -> dict[str, Any]:
-    """Mixed tokens of one layer from disk with one thread, against the codec alone; and how long a batch lets wait.
+    """Mixed tokens of one layer from disk with one thread ÷ the codec alone; and the longest wait for a batch.
 
-    In CPU time of all threads, on one core: other processes, and threads that wait for each other, count less.
+    Measures CPU time of all threads on one core, which other processes and waits between threads affect less.
     """
     codec, batch_tokens = SplitCodec(), 1024
     columns = [np.ascontiguousarray(sample.states[:, 0]) for sample in narrow]
@@ -223,7 +223,7 @@ def token_batches(path: str, narrow: Sequence[RandomSample], rounds: int) -> dic
             codec.decode(data, out, "bfloat16")
 
     def batches() -> None:
-        """An epoch, measured once the buffer is full: of a training run of many epochs, filling it is a small part."""
+        """Measure an epoch after the buffer is full: in a training run of many epochs, filling it is a small part."""
         data = HiddenStatesDataset(
             run, layers=[EAGLE[0]], loss_mask="off", threads=1, shuffle=True, rank=0, world_size=1, repeat=True
         )
@@ -243,12 +243,12 @@ def token_batches(path: str, narrow: Sequence[RandomSample], rounds: int) -> dic
         assert read_all(run, layers=[EAGLE[0]], threads=1, loss_mask="off") == len(narrow)
 
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(cores)})  # threads that start from now on inherit it
+    os.sched_setaffinity(0, {max(cores)})  # new threads inherit it
     try:
         seconds = in_turns({"batches": batches, "dataset": dataset, "codec": decode}, 3 * rounds, time.process_time)
     finally:
         os.sched_setaffinity(0, cores)
-    seconds["batches"] = used[1:]  # once the buffer is full; the first round warms
+    seconds["batches"] = used[1:]  # after the buffer is full; the first round warms up
     return {
         "what": "tokens/s on one core (CPU time), one layer in mixed batches from disk / the codec alone",
         "goal": ">= 0.8",
@@ -263,7 +263,7 @@ def token_batches(path: str, narrow: Sequence[RandomSample], rounds: int) -> dic
 
 
 def memory(server: S3Server, slow: dict[str, Any]) -> dict[str, Any]:
-    """How far the resident size grows while a slow consumer reads, against ``prefetch_bytes``."""
+    """Growth of the resident size while a slow consumer reads ÷ ``prefetch_bytes``."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         grown = pool.apply(_growth, (f"{server.url}/narrow", slow))
     return {
@@ -276,7 +276,7 @@ def memory(server: S3Server, slow: dict[str, Any]) -> dict[str, Any]:
 
 def _growth(url: str, options: dict[str, Any]) -> int:
     dataset = HiddenStatesDataset(url, prefetch_bytes=PREFETCH, storage_options=options, loss_mask="off")
-    next(iter(HiddenStatesDataset(dataset.run, layers=[15], tokens=(0, 1), loss_mask="off")))  # libraries, threads
+    next(iter(HiddenStatesDataset(dataset.run, layers=[15], tokens=(0, 1), loss_mask="off")))  # loads libraries
     gc.collect()
     before, most = _resident(), 0
     for item in dataset:
@@ -291,7 +291,7 @@ def _resident() -> int:
 
 
 def million(rounds: int) -> dict[str, Any]:
-    """Seconds to open a run of a million samples whose manifest lies on disk."""
+    """Seconds to open a run of a million samples with its manifest on disk."""
     with tempfile.TemporaryDirectory(prefix="hsx-read-") as folder:
         store = open_store(folder)
         write_v1_run(store, {"meaning": {"layers": list(EAGLE)}})
@@ -347,10 +347,10 @@ def in_turns(
     names = list(work)
     for turn in range(rounds + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            gc.collect()  # what one way left to collect is not the next one's
+            gc.collect()  # otherwise the next way pays for this way's garbage
             start = clock()
             work[name]()
-            if turn:  # the first warms connections and caches
+            if turn:  # the first round warms connections and caches
                 seconds[name].append(clock() - start)
     return seconds
 
@@ -360,7 +360,7 @@ def ratio(seconds: dict[str, list[float]], above: str, below: str) -> float:
 
 
 class Counting:
-    """A store that counts the bytes of ranges."""
+    """A store that counts the bytes of requested ranges."""
 
     def __init__(self, inner: Store):
         self._inner = inner
@@ -375,9 +375,9 @@ class Counting:
 
 
 class Proxy:
-    """TCP on loopback to an HTTP server, in a process of its own; whatever a client sends waits for 20 ms.
+    """A TCP proxy on loopback, in a separate process. It delays each received buffer of a client by 20 ms.
 
-    Only for requests that come in one piece, as those of reading do.
+    So requests must arrive in one piece, as those of readers do.
     """
 
     def __init__(self, target: str):
@@ -406,7 +406,7 @@ def _serve(host: str, port: int, pipe: Any) -> None:
                 sink.sendall(buffer[:n])
             sink.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # one of the two has gone
+            pass  # one side has closed the connection
 
     with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
         pipe.send(server.getsockname()[1])
@@ -428,12 +428,12 @@ def table(about: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Name
         f"Python {about['python']}, {versions}; commit {about['commit']}. Made by `python -m benchmarks.read`.",
         "",
         f"{args.samples} samples of {TOKENS} tokens and 4 layers, and {args.wide} each of {WIDE_TOKENS} and {TOKENS} "
-        "tokens and 31 layers, of SmolLM2's states in bf16 with codec `split`, in SeaweedFS behind a proxy that holds "
-        "every request back for 20 ms, and on local disk (its pages in memory). "
+        "tokens and 31 layers, of SmolLM2's states in bf16 with codec `split`. They are in SeaweedFS behind a proxy "
+        "that delays every request by 20 ms, and on local disk (in the page cache). "
         f"One process reads; server, proxy and reader share the cores. Medians of {args.rounds} rounds in which the "
         "ways take turns.",
         "",
-        "| what | goal | measured |",
+        "| ratio | goal | measured |",
         "|---|---|---:|",
     ]
     for row in rows:

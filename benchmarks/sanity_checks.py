@@ -1,9 +1,10 @@
-"""What looking for bad rows costs a writer: encoding pages with a look at every row, as the sink does, and without.
+"""Cost of the check for bad rows in a writer: encode pages with the sink's check of every row, and without.
 
     .venv/bin/python -m benchmarks.sanity_checks [--tokens 6000] [--rounds 31]
 
-Pages of real SmolLM2 states; both, and memcpy, take turns in every round. Encoding is the codec and crc32c. The share
-is the median, over rounds, of what looking adds to encoding. Writes benchmarks/results/sanity_checks.{md,json}.
+Pages of real SmolLM2 states. Both variants and memcpy take turns in every round. Encoding is the codec and crc32c. The
+share is the median over rounds of (time with the check / time without) - 1. Writes
+benchmarks/results/sanity_checks.{md,json}.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def pages_of(states: np.ndarray[Any, Any], dtype: str) -> list[Page]:
-    """``states``: ``[L, T, H]``; pages as the gather lays them out."""
+    """Layer-major pages, as the connector gathers them, of ``states`` ``[L, T, H]``."""
     pages = []
     for start in range(0, states.shape[1] - PAGE_TOKENS + 1, PAGE_TOKENS):
         data = np.ascontiguousarray(states[:, start : start + PAGE_TOKENS])
@@ -101,15 +102,15 @@ def measure(pages: list[Page], codec: str, rounds: int) -> dict[str, Any]:
 def table(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
     lines = [
-        "# Looking for bad rows",
+        "# Cost of the check for bad rows",
         "",
         f"{about['cpu']}, {about['cores']} cores, load {about['load_average']}; {about['system']}, Python "
         f"{about['python']}, {versions}; commit {about['commit']}. Made by `python -m benchmarks.sanity_checks`.",
         "",
-        "What looking for non-finite rows and all-zero layers adds to encoding (codec and crc32c) on the writer's "
-        "core, of the time that it takes without: median (quartiles) of the ratios within a round. GB/s are medians.",
+        "Time of the check for non-finite rows and all-zero layers ÷ time of encoding (codec and crc32c), on the "
+        "writer's core: median (quartiles) of the ratios within a round. GB/s are medians.",
         "",
-        "| dtype | codec | memcpy | encode | encode and look | added |",
+        "| dtype | codec | memcpy | encode | encode and check | added |",
         "|---|---|---:|---:|---:|---:|",
     ]
     for r in rows:

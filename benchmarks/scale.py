@@ -1,12 +1,11 @@
-"""What a run costs its driver and its readers at a million samples, with a thousand replicas that are simulated.
+"""Cost of a run of a million samples for its driver and readers, with a thousand simulated replicas.
 
     .venv/bin/python -m benchmarks.scale [--rows 1000000] [--replicas 1000] [--folder DIR]
 
-The driver, its ledger, attempt, receipts and manifest are the real ones; the fleet is not: no engine, no Ray, no
-network. Its replicas take virtual time for their tasks, die, and go with their nodes; its writers seal parts of 16
-samples, upload them in virtual seconds, lose some, and store real receipts in a folder. The driver's seconds are those
-of CPU time outside of the fleet. Each stage is a process of its own, so that its memory is its own. Writes
-benchmarks/results/scale.{md,json}.
+The driver, its ledger, attempt, receipts and manifest are real. The fleet is simulated: no engine, no Ray, no network.
+Its replicas spend virtual time on tasks, and some die. Its writers seal parts of 16 samples, upload them in virtual
+seconds, and lose some. They store real receipts in a folder. The driver's seconds are CPU time outside of the fleet.
+Each stage is a separate process, so memory is measured for each stage. Writes benchmarks/results/scale.{md,json}.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ from hsx_dist.writers.events import Lost
 from tests.harness.runs import write_v1_run
 
 RESULTS = Path(__file__).parent / "results"
-#: An 8B model: three layers of 4096 values in bf16, two thirds of it stored.
+#: An 8B model: three layers of 4096 values in bf16. ``STORED`` is stored ÷ raw bytes.
 TOKEN_BYTES = 3 * 4096 * 2
 STORED = 0.68
-TOKENS_A_SECOND = 5000  # of a replica
+TOKENS_A_SECOND = 5000  # for each replica
 SAMPLES_A_PART = 16  # 256 MiB of about a thousand tokens each
 TEXT = "x" * 400
 
 
 def rows(n: int) -> Iterator[Row | RowFate]:
-    """``n`` rows; one in two hundred is refused."""
+    """``n`` rows, of which every 200th is refused."""
     for i in range(n):
         if i % 200 == 199:
             yield RowFate(f"rows#{i:08d}", i, "refused", "expected text, got an empty string", 0)
@@ -63,12 +62,12 @@ def rows(n: int) -> Iterator[Row | RowFate]:
 
 
 def tokens_of(row: int) -> int:
-    """Log-normal, a mean of about a thousand."""
+    """Tokens of a row: log-normal with a mean of about 1,000."""
     return max(16, min(int(random.Random(row).lognormvariate(6.7, 0.6)), 8192))
 
 
 class SimulatedFleet:
-    """Replicas and writers in virtual time. ``seconds``: CPU time that was spent in here."""
+    """Replicas and writers in virtual time. ``seconds``: CPU time spent in this class."""
 
     def __init__(self, store: Store, replicas: int, replicas_a_node: int = 8):
         self._folder = Path(store.url.removeprefix("file://"))
@@ -146,7 +145,7 @@ class SimulatedFleet:
     def _done(self, replica: int, task: Task, tokens: list[int]) -> list[FleetEvent]:
         node = self._node_of.get(replica)
         if node is None:
-            return []  # it died meanwhile
+            return []  # the replica died meanwhile
         for row, n in zip(task.rows, tokens, strict=True):
             node.open.append((row.key, row.row, n))
             if len(node.open) >= SAMPLES_A_PART:
@@ -181,7 +180,7 @@ class SimulatedFleet:
         name = part_name(1, writer, node.seq)
         size = sum(p.stored_bytes for p in proofs)
         receipt = Receipt(1, writer, node.seq, name, size, "00000000", 4096, raw, proofs, (), "2026-01-01T00:00:00")
-        # Not through the store, which would wait for the disk 60,000 times.
+        # Not through the store, which would sync the disk 60,000 times.
         path = self._folder / receipt_name(1, writer, node.seq)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(receipt.to_json())
@@ -198,12 +197,12 @@ class _Node:
 
 
 def resident() -> int:
-    """Bytes of this process now."""
+    """Resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 class Clock:
-    """Seconds of the wall and of the CPU since the last lap: on a machine that others use too they differ."""
+    """Wall and CPU seconds since the last lap. They differ on a shared machine."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter(), time.process_time()
@@ -215,7 +214,7 @@ class Clock:
 
 
 class Watched(Progress):
-    """Notes the driver's memory as rows are stored."""
+    """Records the driver's memory while rows are stored."""
 
     def __init__(self, total: int, *, points: int = 10):
         super().__init__(total, console=Console(file=io.StringIO()))
@@ -229,7 +228,7 @@ class Watched(Progress):
 
 
 def drive(store: Store, n: int, replicas: int) -> dict[str, Any]:
-    """A whole run by the real driver; then its completion."""
+    """A whole run by the real driver."""
     write_v1_run(store, {})
     attempt = take_attempt(store, {})
     fleet, manifest, progress = SimulatedFleet(store, replicas), Manifest(), Watched(n)
@@ -254,7 +253,7 @@ def drive(store: Store, n: int, replicas: int) -> dict[str, Any]:
 
 
 def resume(store: Store, n: int) -> dict[str, Any]:
-    """What stands before the first task of a resumed run: the receipts, and a look at every row."""
+    """Work before the first task of a resumed run: load the receipts, and compare every input row with them."""
     base = resident()
     clock = Clock()
     manifest = load_manifest(store)
@@ -302,7 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--replicas", type=int, default=1000)
-    parser.add_argument("--folder", help="where receipts are written (default: a temporary folder)")
+    parser.add_argument("--folder", help="folder for receipts (default: a temporary folder)")
     parser.add_argument("--stage", choices=["drive", *STAGES], help="run one stage and print its figures")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
@@ -348,26 +347,26 @@ def table(r: dict[str, Any]) -> str:
 {a["versions"]["numpy"]}; commit {a["commit"]}. Made by `python -m benchmarks.scale --rows {r["rows"]} --replicas \
 {r["replicas"]}`.
 
-The real driver, ledger, receipts and manifest; replicas, writers and their delays are simulated, and the time in
-them is not counted; the driver's is CPU time. {r["rows"]:,} rows (half a percent refused),
-{d["receipts"]:,} receipts on a local disk, {d["deaths"]} replicas died, {d["lost_parts"]} parts were lost,
-{d["retries"]:,} rows were run again; none is missing at the end.
+Driver, ledger, receipts and manifest are real. Replicas, writers and their delays are simulated, and their time does
+not count. The driver's time is CPU time. {r["rows"]:,} rows (half a percent refused), {d["receipts"]:,} receipts on a
+local disk, {d["deaths"]} dead replicas, {d["lost_parts"]} lost parts, {d["retries"]:,} retried rows. No row is missing
+at the end.
 
 | | |
 |---|---:|
-| driver, rows a second it can account for | {d["rows_a_second"]:,.0f} |
-| … {r["replicas"]:,} replicas of {TOKENS_A_SECOND:,} tokens/s need, at 1,000 tokens a row | {needed:,.0f} |
+| driver: rows a second of CPU time | {d["rows_a_second"]:,.0f} |
+| … needed by {r["replicas"]:,} replicas of {TOKENS_A_SECOND:,} tokens/s, at 1,000 tokens a row | {needed:,.0f} |
 | driver's memory | {memory} |
-| … that is, bytes a row | {d["bytes_a_row"]:.0f} |
-| resume: reading all receipts | {took(r["resume"]["load"])} |
-| resume: looking at every row of the input | {took(r["resume"]["count"])} |
+| … bytes a row | {d["bytes_a_row"]:.0f} |
+| resume: read all receipts | {took(r["resume"]["load"])} |
+| resume: compare every input row | {took(r["resume"]["count"])} |
 | manifest in memory, bytes a sample | {r["resume"]["bytes_a_sample"]:.0f} |
-| completing: the compacted manifest | {took(r["complete"]["write"])}, \
+| complete: write the compacted manifest | {took(r["complete"]["write"])}, \
 {r["complete"]["compacted_bytes"] / mib:.0f} MiB |
-| a reader opens the complete run | {took(r["open"]["open"])} |
-| … lists its keys in the order of the rows | {took(r["open"]["keys"])} |
-| … looks one key up | {r["open"]["look_up_microseconds"]:.1f} µs |
-| … at its most takes | {r["open"]["peak_bytes"] / mib:.0f} MiB |
+| reader: open the complete run | {took(r["open"]["open"])} |
+| … list its keys in the order of the rows | {took(r["open"]["keys"])} |
+| … look up one key | {r["open"]["look_up_microseconds"]:.1f} µs |
+| … peak memory | {r["open"]["peak_bytes"] / mib:.0f} MiB |
 """
 
 

@@ -15,9 +15,9 @@ LAYERS = (2, 15, 27, 30)
 
 
 def smollm2_states(dtype: str, tokens: int) -> np.ndarray[Any, Any]:
-    """The carrier of ``dtype``, layer-major: ``[L, T, H]``, T at most ``tokens``, layers ``LAYERS``.
+    """Layer-major states ``[L, T, H]`` of ``LAYERS`` in the carrier of ``dtype``; T is at most ``tokens``.
 
-    bf16 states come from the model in bf16, the others from it in float32. The last layer is taken before the norm.
+    For bf16 the model runs in bf16, for other dtypes in float32. The last layer is taken before the norm.
     """
     import torch
 
@@ -46,7 +46,7 @@ def smollm2_states(dtype: str, tokens: int) -> np.ndarray[Any, Any]:
 
 
 def distinct_prompts(tokenizer: Any) -> Iterator[tuple[int, ...]]:
-    """Token ids of the demo's prompts, at most 2,048 of each. What is there twice would flatter every compressor."""
+    """Token ids of the demo's prompts, at most 2,048 each, without duplicates: these would raise every ratio."""
     seen = set()
     for line in (ROOT / "configs" / "demo" / "prompts.jsonl").read_text().splitlines():
         ids = tuple(_token_ids(json.loads(line), tokenizer))[:2048]

@@ -1,12 +1,14 @@
-"""A model that computes little and shows much: random weights, few layers, hidden size 2048.
+"""A model with little compute and large states, for benchmarks on CPUs: random weights, few layers, hidden size 2048.
 
-A CPU core computes thousands of times less than a GPU, and copies only several times less: with a real model nothing of
-the data path would be seen on it. What must match is what reaches the host while one second is computed. By the one
-published figure that we know (Qwen3-4B on an A100: 25,451 tokens/s of prefill, arXiv 2605.11093) a GPU does 204 TFLOP/s
-there (8 GFLOP a token), and an 8B model (16 GFLOP) 12,700 tokens/s; four layers of 4096 bf16 are 32 KiB a token:
-0.42 GB a second of compute. A machine with eight such GPUs has 96 to 128 cores, of which two a GPU for writers are
-little: 0.21 GB/s a writer's core. The thin model's layers are so small that one core makes between the two of them
-(0.2 to 0.45 GB/s was seen); the benchmark reports what it really was.
+A CPU core computes thousands of times less than a GPU, but copies only several times less. With a real model the cost
+of the data path would be invisible on a CPU. So the bytes of states per second of compute must match a GPU's:
+
+- Qwen3-4B on an A100 does 25,451 tokens/s of prefill (arXiv 2605.11093). At 8 GFLOP a token that is 204 TFLOP/s.
+- An 8B model needs 16 GFLOP a token, so it would do 12,700 tokens/s. Four layers of 4096 bf16 are 32 KiB a token. That
+  is 0.42 GB for each second of compute.
+- A machine with eight such GPUs has 96 to 128 cores. With two writer cores for each GPU, a core gets 0.21 GB/s.
+
+The thin model makes 0.2 to 0.45 GB/s on one core. The benchmark reports the measured rate.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from pathlib import Path
 
 HIDDEN = 2048
 LAYERS = 4
-#: What is captured: the embeddings, and what every layer puts out.
+#: Captured states: the embeddings, and the output of every layer.
 CAPTURED = tuple(range(LAYERS + 1))
 VOCAB = 512
 MAX_TOKENS = 4096
 
 
 def thin_model(path: Path) -> Path:
-    """Write the model to ``path`` unless it is there: a random ``LlamaForCausalLM`` in bf16, 0.3 M parameters a layer.
+    """Write a random ``LlamaForCausalLM`` in bf16, 0.3 M parameters a layer, to ``path`` unless it exists.
 
     It has no tokenizer: prompts are token ids.
     """

@@ -1,4 +1,4 @@
-"""A linear probe in twenty lines: does a layer still know whether its token's id is even? (Chance is 0.5.)
+"""A linear probe in twenty lines: predict from a layer's states whether the token's id is even. Chance is 0.5.
 
 python -m examples.linear_probe RUN LAYER
 """
@@ -12,7 +12,7 @@ from hsx_dist import HiddenStatesDataset, TokenBatches, open_run
 
 
 def train_probe(run: str, layer: int, epochs: int = 20) -> float:
-    """Accuracy on samples that the probe has not seen."""
+    """Accuracy of the probe on held-out samples."""
     train, val = (
         HiddenStatesDataset(open_run(run).select(split=split, val_fraction=0.2), layers=[layer], shuffle=True)
         for split in ("train", "val")

@@ -1,10 +1,10 @@
-"""A draft head for speculative decoding, trained on a run's hidden states; and the same on states computed on the fly.
+"""Train a draft head for speculative decoding on a run's hidden states, or on states computed on the fly.
 
     python -m examples.train_draft RUN --model MODEL [--on-the-fly] [--steps 60]
 
-The head is EAGLE's idea at its smallest (Li et al. 2024, https://arxiv.org/abs/2401.15077): from the state that leaves
-the last layer at token t and the embedding of token t + 1 it predicts the next such state, and through the model's own
-norm and head the next token. It needs layer N alone.
+The head is a minimal EAGLE draft (Li et al. 2024, https://arxiv.org/abs/2401.15077). Its input is the last layer's
+state at token t and the embedding of token t + 1. It predicts the last layer's state at token t + 1. The model's norm
+and head turn that state into logits of the next token. The run needs only layer N, the last.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def from_run(url: str, last: int, batch_size: int) -> Iterator[dict[str, Any]]:
 
 
 def on_the_fly(model: Any, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The same batches, their states computed anew by transformers."""
+    """The same batches with states recomputed by transformers."""
     before_norm: list[torch.Tensor] = []
     model.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
     for batch in batches:
@@ -50,7 +50,7 @@ def on_the_fly(model: Any, batches: Iterable[dict[str, Any]]) -> Iterator[dict[s
 
 
 def train(model: Any, batches: Iterator[dict[str, Any]], steps: int) -> list[float]:
-    """The loss of each step."""
+    """Train a new head. Returns the loss of each step."""
     torch.manual_seed(0)
     head = DraftHead(model.config.hidden_size)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
@@ -76,8 +76,8 @@ def train(model: Any, batches: Iterator[dict[str, Any]], steps: int) -> list[flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="path or URL of a run that has the last layer")
-    parser.add_argument("--model", required=True, help="folder or id of the model that the run was made with")
-    parser.add_argument("--on-the-fly", action="store_true", help="compute the states anew, with transformers")
+    parser.add_argument("--model", required=True, help="folder or id of the run's model")
+    parser.add_argument("--on-the-fly", action="store_true", help="recompute the states with transformers")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=4)
     args = parser.parse_args()

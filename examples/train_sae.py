@@ -1,9 +1,9 @@
-"""Train a small sparse autoencoder on one layer of a run: the k largest features of each token are kept (TopK).
+"""Train a small sparse autoencoder on one layer of a run. It keeps the k largest features of each token (TopK).
 
 python -m examples.train_sae RUN LAYER
 
-The same training on states whose channels were shuffled among tokens shows what the loss owes to structure: each
-channel keeps its distribution, and loses its relations to the others.
+Also trains on states with each channel shuffled among tokens, as a baseline. A shuffled channel keeps its distribution
+and loses its relations to other channels, so the difference in loss comes from structure.
 """
 
 import sys
@@ -16,7 +16,7 @@ from hsx_dist.reading.statistics import compute_statistics, read_statistics, sto
 
 
 class TopKAutoencoder(torch.nn.Module):
-    """``[B, H]`` to ``[B, H]`` through ``features`` features of which ``k`` are not zero."""
+    """Maps ``[B, H]`` to ``[B, H]`` through ``features`` features, of which at most ``k`` are not zero."""
 
     def __init__(self, width: int, features: int, k: int):
         super().__init__()
@@ -41,7 +41,7 @@ def train_sae(
     k: int = 16,
     shuffled: bool = False,
 ) -> list[float]:
-    """The share of the states' variance that is not reconstructed, at each step; 1: no better than the mean."""
+    """Unexplained share of the states' variance at each step. 1 is no better than the mean."""
     opened = open_run(run)
     if layer not in read_statistics(opened).layers:
         store_statistics(opened, compute_statistics(opened, [layer], skip_first=1))

@@ -1,4 +1,4 @@
-"""Write a run in a trainer's own files, as tasks of the cluster; takes what ``hsx export`` does:
+"""Write a run in a trainer's file format, as Ray tasks. Accepts the arguments of ``hsx export``:
 
 ray job submit --working-dir . -- python ray_jobs/export.py s3://bucket/run /shared/states --to speculators
 """

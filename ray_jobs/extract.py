@@ -1,4 +1,4 @@
-"""Extract hidden states, as a Ray job:
+"""Extract hidden states as a Ray job:
 
 ray job submit --working-dir . -- python ray_jobs/extract.py --config configs/demo.yaml [key.sub=value …]
 """

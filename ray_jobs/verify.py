@@ -1,4 +1,4 @@
-"""Read a whole run and check every checksum and count, as a Ray job, near the store:
+"""Read a whole run and check every checksum and count. As a Ray job it runs near the store:
 
 ray job submit --working-dir . -- python ray_jobs/verify.py --config configs/demo.yaml [key.sub=value …]
 """

@@ -1,7 +1,7 @@
-"""Log which functions and record types of hsx_dist a process uses, whatever thread runs them.
+"""Log which functions and dataclasses of hsx_dist a process uses, on all threads.
 
-``scripts/house.py`` copies this file to a folder of its own as ``sitecustomize.py``: every process below it then logs.
-The hooks of the interpreter (``sys.settrace``) miss threads that Ray makes in C++, so functions are instrumented when
+``scripts/house.py`` copies this file as ``sitecustomize.py`` to a folder on ``PYTHONPATH``, so all child processes log.
+The interpreter's hook (``sys.settrace``) misses threads that Ray starts in C++. So functions are instrumented when
 their module is loaded.
 """
 
@@ -21,16 +21,16 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-#: Folder of the logs: a file for each process, with lines of `time_ns kind module name`.
+#: Environment variable with the logs' folder. Each process writes a file with lines `time_ns thread kind module name`.
 FOLDER = "HSX_CALL_LOG"
-#: Functions with such a decorator are compiled by numba, torch or triton, which know no log.
+#: Functions with such a decorator are compiled by numba, torch or triton, and cannot call the log.
 COMPILED = ("jit", "compiled", "inlined", "lru_cache")
 
 _files: dict[int, int] = {}
 
 
 def hit(line: bytes) -> None:
-    """Log one use. A single ``write``: a process that is killed loses nothing."""
+    """Log one use with a single unbuffered ``write``, so that a killed process loses nothing."""
     pid = os.getpid()
     if pid not in _files:
         path = Path(os.environ[FOLDER]) / str(pid)
@@ -39,7 +39,7 @@ def hit(line: bytes) -> None:
 
 
 def record(cls: Any) -> Any:
-    """Log each construction of a dataclass."""
+    """Make a dataclass log each construction."""
     line, made = f"type {cls.__module__} {cls.__qualname__}".encode(), cls.__init__
 
     @functools.wraps(made)
@@ -53,7 +53,7 @@ def record(cls: Any) -> Any:
 
 
 class Instrument(ast.NodeTransformer):
-    """Functions log their calls; dataclasses their constructions."""
+    """Makes functions log their calls, and dataclasses their constructions."""
 
     def __init__(self, module: str):
         self._module = module
@@ -80,7 +80,7 @@ class Instrument(ast.NodeTransformer):
 
 class Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
-        """From the source, and never from a cache of what is not instrumented."""
+        """Compile the source: cached bytecode is not instrumented."""
         tree = Instrument(fullname).visit(ast.parse(Path(self.path).read_text()))
         return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
 

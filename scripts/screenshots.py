@@ -1,4 +1,4 @@
-"""The pictures of docs/guides/watching.md, taken anew: a Ray head, the demo's job on it, Debian's Chromium.
+"""Take the pictures of docs/guides/watching.md: run the demo on a Ray head, and open it in Debian's Chromium.
 
     python scripts/screenshots.py        # or: make screenshots
 
@@ -30,9 +30,9 @@ from tests.harness.servers import RayHead, ray_head, seaweedfs
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "img"
-#: So that the writer's log has something to say.
+#: Small, so that the writer's log has several lines.
 SMALL_PARTS = ("part_bytes=8MiB", "segment_bytes=8MiB")
-#: For the engines to load and the job to end, on a slow machine.
+#: Time limit for loading the engines, and for the job, on a slow machine.
 PATIENCE_S = 600.0
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="hsx-ray-") as temp,
         tempfile.TemporaryDirectory(prefix="hsx-s3-") as folder,
-        # A bucket, as on a cluster; and no path of this machine in a picture.
+        # A bucket, as on a cluster, so that no picture shows a path of this machine.
         seaweedfs(folder, buckets=("states",)) as server,
         ray_head(num_cpus=2, temp_dir=temp, env={**path, **server.env}) as head,
     ):
@@ -76,14 +76,14 @@ def rows_stored(store: Any) -> int:
 
 
 def token(head: RayHead) -> dict[str, tuple[str, str]]:
-    """The cookie in which the dashboard's page keeps the cluster's token."""
+    """The dashboard's cookie with the cluster's token."""
     assert head.dashboard_url is not None
     return {"ray-authentication-token": (head.dashboard_url, head.token)}
 
 
 def shoot_running(page: Any, head: RayHead) -> None:
-    """The pages of the job, its actors and one actor, while all of them are alive."""
-    # Before any job's page, which makes Ray add an actor of its own.
+    """Take the pages of the job, its actors and one actor while they are alive."""
+    # First, because opening a job's page makes Ray start another actor.
     go(page, head, "actors", "/replica/0")
     shoot(page, "dashboard-actors", bottom=page.locator("table").last)
     go(page, head, f"actors/{actor_id(head, '/replica/0')}", "Tasks History")
@@ -98,7 +98,7 @@ def shoot_running(page: Any, head: RayHead) -> None:
 
 def shoot_log(page: Any, head: RayHead) -> None:
     go(page, head, f"actors/{actor_id(head, '/writer/n0w0')}", "Tasks History")
-    page.get_by_label("Keyword").fill("hsx_dist")  # our own lines: libraries warn of this and that
+    page.get_by_label("Keyword").fill("hsx_dist")  # hides warnings of libraries
     page.get_by_text("stored").first.wait_for(timeout=60_000)
     shoot(page, "dashboard-log", bottom=section(page, "Tasks History"), inside=False)
 
@@ -109,14 +109,14 @@ def go(page: Any, head: RayHead, route: str, until: str) -> None:
 
 
 def section(page: Any, title: str) -> Any:
-    """The line that folds and unfolds a section; the menu at the top comes before it."""
+    """The heading that folds a section. The last match, because the menu at the top has the same text."""
     return page.get_by_text(title, exact=True).last
 
 
 def shoot(page: Any, name: str, *, bottom: Any = None, inside: bool = True, most: int = 1400) -> None:
-    """The page from its top through the element ``bottom`` (or up to it), at most ``most`` pixels high."""
-    page.wait_for_timeout(2000)  # tables fill in after their headings
-    page.evaluate("window.scrollTo(0, 0)")  # boxes are measured from what is in view
+    """Take the page from its top to the element ``bottom``, included if ``inside``; at most ``most`` pixels high."""
+    page.wait_for_timeout(2000)  # tables load after their headings
+    page.evaluate("window.scrollTo(0, 0)")  # boxes are relative to the visible area
     height = most
     if bottom is not None:
         box = bottom.bounding_box()
@@ -134,7 +134,7 @@ def actor_id(head: RayHead, name: str) -> str:
 
 
 def ask(head: RayHead, path: str) -> Any:
-    """JSON of the dashboard's REST API."""
+    """JSON from the dashboard's REST API."""
     request = urllib.request.Request(  # noqa: S310 (loopback, and our own)
         f"{head.dashboard_url}/api/{path}", headers={"Authorization": f"Bearer {head.token}"}
     )
@@ -148,7 +148,7 @@ def wait_until(head: RayHead, ready: Callable[[], bool]) -> None:
     while not ready():
         job = ask(head, "jobs/hsx-demo")
         if job["status"] in ("FAILED", "STOPPED") or time.monotonic() > end:
-            raise RuntimeError(f"expected the demo's job to go on, it is {job['status']}: {job['message']}")
+            raise RuntimeError(f"expected the demo's job to finish, got status {job['status']}: {job['message']}")
         time.sleep(0.5)
 
 

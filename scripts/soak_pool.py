@@ -1,11 +1,13 @@
-"""Kills writers at random, for as long as it is told, and checks after each run that nothing proven was lost.
+"""Kill writers at random for a given time, and check after each round that no sample with a receipt was lost.
 
     python -m scripts.soak_pool --minutes 60 [--tally benchmarks/results/soak-pool.json]
 
-Each round is a run of its own: samples are sent to real Ray writers and stored on a real S3 server (SeaweedFS) while a
-thread sends SIGKILL to a random writer at random moments. What has no receipt is sent again until everything is proven;
-then every sample is compared with what was sent. The tally is written after each round; a sample that was proven and is
-not any more counts as lost, one that is not what was sent as wrong, and either ends this with status 1.
+Each round is a new run. Samples are sent to real Ray writers, which store them on a real S3 server (SeaweedFS). A
+thread sends SIGKILL to random writers at random times. Samples without a receipt are sent again until all have one.
+Then every stored sample is compared with the sent sample.
+
+The tally is written after each round. A sample whose receipt disappears counts as lost, a sample with other values as
+wrong. Exit status 1 means lost or wrong samples, or a damaged run.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from tests.harness.servers import S3Server, seaweedfs
 
 
 class Killer:
-    """A thread that kills a random actor's process after pauses of up to ``longest`` seconds."""
+    """A thread that kills a random actor's process again and again, after pauses of up to ``longest`` seconds."""
 
     def __init__(self, actors: list[Any], chance: random.Random, longest: float):
         self.kills = 0
@@ -65,7 +67,7 @@ class Killer:
         self._thread.join()
 
 
-#: What the tally says, whether or not there is any.
+#: Members of the tally. They are written even if they are zero.
 COUNTED = (
     "rounds",
     "turns",
@@ -80,7 +82,7 @@ COUNTED = (
 
 
 def wrong(store: Store, samples: dict[str, RandomSample]) -> Counter[str]:
-    """Of a run of which all is proven: samples that are missing, those that are not what was sent."""
+    """Number of lost and wrong samples of a run in which all samples have receipts, and whether it is damaged."""
     manifest = load_manifest(store)
     found = Counter({"samples lost": len(samples.keys() - manifest.samples.keys())})
     for key, record in manifest.samples.items():
@@ -124,7 +126,7 @@ def one_round(server: S3Server, number: int, chance: random.Random) -> Counter[s
             proven |= now
             tally["turns"] += 1
             if tally["turns"] == 12:
-                killer.stop()  # a round must end
+                killer.stop()  # otherwise the round may never end
             for key in missing:
                 cuts = [len(samples[key].token_ids) // 2] if len(samples[key].token_ids) > 100 else []
                 for segment in samples[key].segments(*cuts):
@@ -149,7 +151,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--tally", type=Path, help="where to write the tally, as JSON")
+    parser.add_argument("--tally", type=Path, help="file for the tally, as JSON")
     args = parser.parse_args()
     chance = random.Random(args.seed)  # noqa: S311
     tally: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Generated texts that the checkout keeps: metrics in docs/operations.md, dashboards/, README's figures and chart."""
+"""Write the generated texts of the checkout: metrics in docs/operations.md, dashboards/, README's figures and chart."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Tests with the real trainers of sparse autoencoders and drafts, in an environment of their own: ``make trainers``.
+"""Run the tests with the real trainers of sparse autoencoders and drafts in a separate environment: ``make trainers``.
 
     .venv/bin/python -m scripts.trainers
 
-The environment is ``.trainers/``, made from requirements/trainers.in and trainers-alone.in on first use and when they
-change. Torch is that of requirements/dev.lock.
+The environment is ``.trainers/``. It is made from requirements/trainers.in and trainers-alone.in on first use, and
+again after they change. Its torch has the version of requirements/dev.lock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALONE = ROOT / "requirements/trainers-alone.in"
 
 
 def make_environment() -> str:
-    """Path of the environment's Python."""
+    """Make the environment if needed. Returns the path of its Python."""
     python, done = FOLDER / "bin/python", FOLDER / "trainers.in"
     text = WANTED.read_text() + ALONE.read_text()
     if not done.exists() or done.read_text() != text:

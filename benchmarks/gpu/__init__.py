@@ -1,1 +1,1 @@
-"""What needs a CUDA machine and nothing else: torch and this checkout, neither vLLM nor a network."""
+"""Measurements on a CUDA machine, and the kit that `make gpu` runs."""

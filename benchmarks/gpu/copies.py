@@ -1,10 +1,10 @@
-"""Finished requests' states from a GPU's cache to the host: ours, the reference connector's way, and the bus's limit.
+"""Copies of finished requests' states from a GPU's cache to the host: ours, vLLM's reference, and the bus's limit.
 
     python -m benchmarks.gpu.copies [--rounds 5] [--results FOLDER]
 
-Needs a CUDA device and torch. The ways take turns; figures are medians of ratios within a round. Beside them: how much
-a running matrix product slows, and what each way takes of the device's memory beyond the cache. Without a CUDA device
-it says so in its result, and measures nothing. Writes benchmarks/results/gpu.{md,json}.
+Needs torch and a CUDA device; without a device the result says that nothing was measured. The three ways take turns.
+Figures are medians of ratios within a round. Also measured: how much a concurrent matrix product slows down, and the
+device memory of each way beyond the cache. Writes benchmarks/results/gpu.{md,json}.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.gpu.ways import BLOCK, Cache, Shape, Ways
 from benchmarks.provenance import provenance
 
 RESULTS = Path(__file__).parents[1] / "results"
-#: (model, states, hidden size, tensor parallel, tokens of a request): 65,536 is a long one.
+#: (model, states, hidden size, tensor parallel size, tokens of a request).
 MODELS = (
     ("Qwen3-4B", 37, 2560, 1, (512, 8192)),
     ("Llama-8B", 33, 4096, 1, (512, 8192)),
@@ -35,7 +35,7 @@ MODELS = (
     ("Llama-70B, 4 layers", 4, 8192, 8, (512, 8192, 65536)),
 )
 RING_BYTES = 128 << 20
-#: Copied in one measurement, at least.
+#: Least bytes to copy in one measurement.
 LEAST_BYTES = 2 << 30
 MIB = 1 << 20
 #: (figure, goal, whether more is better)
@@ -57,7 +57,7 @@ def shapes() -> list[Shape]:
 
 
 def measure(shape: Shape, device: torch.device, rounds: int, least_bytes: int = LEAST_BYTES) -> dict[str, Any]:
-    """One shape: seconds of each way, by rounds, and what follows from them."""
+    """Figures of one shape: rates, ratios and device memory."""
     torch.manual_seed(0)
     cache = Cache(shape, max(shape.blocks + shape.blocks // 4, 512 * MIB // shape.block_bytes + 1), device)
     with closing(Ways(cache, RING_BYTES)) as ways:
@@ -121,8 +121,11 @@ def peak(device: torch.device) -> int:
 
 
 def slowed(ways: Ways, rounds: int, side: int = 8192, repeats: int = 300) -> tuple[float, float]:
-    """By which share a row of matrix products takes longer while requests are copied all the time, and how many bytes a
-    second are copied meanwhile; medians."""
+    """Slowdown of matrix products during copies.
+
+    Returns:
+        Median of (time during copies / time alone) - 1, and median bytes a second copied meanwhile.
+    """
     a = torch.randn(side, side, dtype=torch.bfloat16, device=ways.cache.device)
     out = torch.empty_like(a)
 
@@ -150,12 +153,11 @@ def slowed(ways: Ways, rounds: int, side: int = 8192, repeats: int = 300) -> tup
 
 @contextmanager
 def copying(ways: Ways) -> Iterator[None]:
-    """Requests are copied all the time, on a thread of their own, from before this begins; what it raises is raised
-    here."""
+    """Copy requests in a loop on another thread. Enters after the first copy; raises that thread's errors."""
     stop, begun = threading.Event(), threading.Event()
 
     def copy() -> None:
-        # A mode and a stream are a thread's own: those of an engine are inference, and none that waits for the product.
+        # Inference mode and current stream are thread-local. As in an engine, the stream must not wait for the product.
         with torch.inference_mode(), ways.apart():
             while not stop.is_set():
                 ways.ours(list(ways.cache.requests(1)))
@@ -174,25 +176,25 @@ def copying(ways: Ways) -> Iterator[None]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """As Markdown."""
+    """The report as Markdown."""
     a = report["about"]
     head = ["# From a GPU's cache to the host", ""]
     where = (
         f"{a['cpu']}; torch {a['versions']['torch']}; commit {a['commit']}. Made by `python -m benchmarks.gpu.copies`."
     )
     if not report["results"]:
-        said = "**Not measured on a GPU**: no CUDA device was at hand. In the tests this code runs on a CPU."
+        said = "**Not measured on a GPU**: this machine has no CUDA device. The tests run this code on a CPU."
         return "\n".join([*head, where, "", said, ""])
     lines = [
         *head,
         f"{report['device']}; {where}",
         "",
-        "Goals: ≥ 0.9 of the pinned copy's limit, ≥ 2 times the reference's way, a matrix product slowed by ≤ 3 %, "
-        "≤ 64 MiB of device memory beyond the cache. Under tensor parallelism (TP) a rank copies one of TP requests, "
-        "each whole, as every rank has all the states: a row is what one rank does, on one device.",
+        "Goals: ≥ 0.9 of the pinned copy's limit, ≥ 2 times the reference's speed, a matrix product slowed by ≤ 3 %, "
+        "≤ 64 MiB of device memory beyond the cache. A row is one rank on one device. Under tensor parallelism (TP) "
+        "every rank has all the states, and copies each TP-th request whole.",
         "",
         "| model | TP | states | tokens | cache | ours, GB/s | of the limit | × reference "
-        "| product slowed | by copying, GB/s "
+        "| product slowed | copied meanwhile, GB/s "
         "| device MiB (reference's) |",
         "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
@@ -219,7 +221,7 @@ def main() -> None:
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1, got {args.rounds}")
     report: dict[str, Any] = {"about": provenance("torch"), "rounds": args.rounds, "device": None, "results": []}
-    report["about"]["versions"]["torch"] = torch.__version__  # a build from source has no package's version
+    report["about"]["versions"]["torch"] = torch.__version__  # torch built from source has no package metadata
     if torch.cuda.is_available():
         device = torch.device("cuda")
         report["device"] = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
@@ -228,7 +230,7 @@ def main() -> None:
                 report["results"].append(measure(shape, device, args.rounds))
                 torch.cuda.empty_cache()
                 print(json.dumps(report["results"][-1]), flush=True)
-                write(args.results, report)  # what is measured is not lost to what comes
+                write(args.results, report)  # a later crash loses no figures
     write(args.results, report)
     print(table(report))
 

@@ -1,4 +1,4 @@
-"""What the kit's measurements show on its page."""
+"""HTML of the kit's measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ THROUGHPUT, COPIES = "throughput", "copies"
 
 
 def _throughput(outcomes: Sequence[Outcome]) -> str:
-    """Tokens a second by batch. Ratios only where both engines ran."""
+    """Tokens a second by batch size, with ratios if both engines ran."""
     measured = {o.name: o.figures["tokens_per_s"] for o in outcomes}
     if not measured:
         return ""
@@ -50,7 +50,7 @@ def _copies(outcomes: Sequence[Outcome]) -> str:
         return ""
     return (
         "<p class=note>From the cache into pinned host memory, GB/s: the connector's copies on their stream, and "
-        "contiguous copies of as many bytes, which are the most that the device gives.</p><table><tr><th>states of</th>"
+        "contiguous copies of as many bytes, which are the device's limit.</p><table><tr><th>states of</th>"
         "<th class=n>tokens</th><th>cache</th><th class=n>ours</th><th class=n>device's peak</th><th class=n>share</th>"
         f"</tr>{rows}</table><h3>Checks</h3>"
     )

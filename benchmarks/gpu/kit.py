@@ -1,11 +1,11 @@
-"""Everything that a GPU can prove, and one page about it: ``make gpu`` sets up and runs this.
+"""All checks for a GPU, and one page with their results. ``make gpu`` sets up the environment and runs this.
 
     python -m benchmarks.gpu.kit [--results FOLDER] [--minutes 20] [--only WORD]
 
-Runs tests/gpu, engines of every kind against transformers, the copies' bandwidth and the throughput of prefill, each in
-a process of its own. Writes FOLDER/gpu-report.html and FOLDER/gpu-report.json, anew after each check. Without a GPU it
-runs what a CPU can; the page says why the rest did not run. The exit status is 1 where a check failed, crashed or timed
-out.
+Runs tests/gpu, engines of every kind compared with transformers, the copies' bandwidth and the throughput of prefill.
+Each check is a separate process. Writes FOLDER/gpu-report.html and FOLDER/gpu-report.json after each check. Without a
+GPU it runs the checks for a CPU, and the page names the reason for the others. Exit status 1 means that a check failed,
+crashed or timed out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PYTEST = ("-q", "-p", "no:cacheprovider", "--confcutdir=tests/gpu", "tests/gpu")
 
 
 def plan(folder: Path, gpus: int) -> list[Check]:
-    """What runs, in this order: what proves most comes first."""
+    """The checks in their order, the most important first."""
     no_gpu = "" if gpus else "no CUDA device"
     small = () if gpus else ("--small", "--seconds", "1")
     return [
@@ -50,7 +50,7 @@ def plan(folder: Path, gpus: int) -> list[Check]:
 
 
 def run_tests(check: Check) -> list[Outcome]:
-    """tests/gpu, an outcome a test."""
+    """Run tests/gpu. Returns an outcome for each test."""
     with tempfile.TemporaryDirectory(prefix="hsx-kit-tests-") as folder:
         xml = Path(folder, "tests.xml")
         code = (
@@ -60,7 +60,8 @@ def run_tests(check: Check) -> list[Outcome]:
         )
         whole = run_check(Check(check.group, check.name, python("-c", code), check.limit_s))
         tests = of_junit(check.group, xml) if xml.exists() else []
-    # pytest writes its file at the end. Without one, or where all tests passed and pytest did not: the whole counts.
+    # pytest writes its file at the end. Add the whole run's outcome if there is no file, or if pytest failed although
+    # no test did.
     covered = tests and (whole.state == "passed" or any(t.bad for t in tests))
     return tests if covered else [*tests, whole]
 
@@ -86,8 +87,11 @@ def run_checks(
     report: Callable[[list[Outcome]], None],
     run: Callable[[Check], Outcome] = run_check,
 ) -> list[Outcome]:
-    """Run the checks in order, for at most ``seconds``. ``report`` is called before the first check and after each,
-    with an outcome for every check: those without their turn yet, or without the time to end, are *not run*."""
+    """Run the checks in order, for at most ``seconds``.
+
+    ``report`` is called before the first check and after each, with an outcome for every check. Checks that have not
+    begun, or had no time to end, are *not run*.
+    """
     end = time.monotonic() + seconds
     outcomes = [
         Outcome(c.group, c.name, "not run", c.cannot or "the program ended before this check began") for c in checks
@@ -127,7 +131,7 @@ def run_kit(checks: Sequence[Check], results: Path, gpus: Sequence[str], seconds
 
 
 def measure_copies() -> None:
-    """In a process of its own: some shapes of ``benchmarks.gpu.copies``."""
+    """Measure some shapes of ``benchmarks.gpu.copies``. Runs in a separate process, as a check."""
     import torch
 
     from benchmarks.gpu import copies
@@ -146,15 +150,15 @@ def measure_copies() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT, help="folder for the page, by default the checkout")
-    parser.add_argument("--minutes", type=float, default=MINUTES)
-    parser.add_argument("--only", default="", help="of the checks those whose group or name has this word")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time limit of all checks")
+    parser.add_argument("--only", default="", help="run only checks whose group or name contains this word")
     parser.add_argument("--copies", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.copies:
         measure_copies()
         return 0
     end_on_sigterm()
-    # The checks' programs find this checkout's modules there.
+    # The checks' processes import this checkout's modules.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     gpus = engine_states.visible_gpus()
     with tempfile.TemporaryDirectory(prefix="hsx-kit-") as folder:

@@ -1,13 +1,18 @@
-"""Tokens a second of prefill, one engine a process: without capture, by vLLM's extraction, by taps.
+"""Tokens a second of prefill of one engine: without capture, with vLLM's extraction, or with taps.
 
     python -m benchmarks.gpu.prefill SINK [--batches 1,2,4] [--seconds 5] [--small]
 
-Sinks: ``none``; ``vllm`` (vLLM's own connector, to disk), ``file`` and ``taps`` (ours, to disk, by extraction and
-by taps), ``discard`` (``file``, to an S3 server that discards bytes). As in DMI's comparison, with all states of the
-model and nothing stored: ``null`` (vLLM's extraction into its cache), ``taps-cache`` (the same by taps), ``taps-sink``
-(to host memory as well). A batch of prompts is sent at once and awaited, again and again; then everything is stored.
-The model has the shape of Qwen3-4B and random weights: speed does not depend on them, and nothing is downloaded.
-``--small`` takes ``benchmarks.thin_model``, for a CPU.
+Sinks:
+
+- ``none``: no extraction.
+- ``vllm``: vLLM's own connector, to disk. ``file`` and ``taps``: ours, to disk, with vLLM's extraction or with taps.
+- ``discard``: as ``file``, to an S3 server that discards bytes.
+- All states of the model, nothing stored, as in DMI's comparison: ``null`` (vLLM's extraction into its cache),
+  ``taps-cache`` (taps into the cache), ``taps-sink`` (taps, copied to host memory).
+
+Batches of prompts run one after another; the time ends when all samples are stored. The model has the shape of Qwen3-4B
+and random weights: speed does not depend on weights, and nothing is downloaded. ``--small`` uses
+``benchmarks.thin_model``, for a CPU.
 """
 
 from __future__ import annotations
@@ -37,9 +42,9 @@ SINKS = {
     "taps-cache": "all states: taps alone",
     "taps-sink": "all states: taps, to host memory",
 }
-#: Those with all states.
+#: Sinks that capture all states.
 ALL_STATES = ("null", "taps-cache", "taps-sink")
-#: Of the published comparison of DMI: prefill of Qwen3-4B (arXiv 2605.11093).
+#: Batch sizes and prompt length of DMI's published comparison: prefill of Qwen3-4B (arXiv 2605.11093).
 BATCHES = (1, 2, 4, 8, 16, 32)
 PROMPT = 512
 CAPTURED = (2, 18, 33, 36)
@@ -47,7 +52,7 @@ HIDDEN, VOCAB = 2560, 151936
 
 
 def qwen3_4b_shape(path: Path) -> Path:
-    """A configuration without weights; vLLM makes them up (``load_format="dummy"``)."""
+    """Write a configuration without weights. vLLM makes random weights (``load_format="dummy"``)."""
     path.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -96,8 +101,8 @@ def spec(sink: str, folder: Path, output: str, options: dict[str, Any] | None, m
 
 
 def measure(cell: Cell, batch: int, seconds: float) -> float:
-    """Tokens a second until all of them are stored; batches begin for so many seconds, at least two of them."""
-    cell.batch(batch)  # shapes that are seen for the first time are compiled
+    """Tokens a second until all samples are stored. Batches start for ``seconds``, and at least two run."""
+    cell.batch(batch)  # compiles new shapes
     cell.flush()
     sent, start = 0, time.monotonic()
     while sent < 2 * batch or time.monotonic() - start < seconds:

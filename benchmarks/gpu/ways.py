@@ -1,4 +1,4 @@
-"""Ways from blocks of a device's cache into pinned host memory. On a CPU all of it is plain copies, for the tests."""
+"""Ways to copy blocks of a device's cache into pinned host memory. On a CPU, for tests, these are plain copies."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from hsx_dist.writers.base import Sender
 
 DTYPE = torch.bfloat16
 BLOCK = 16
-#: The connector's own defaults (``ConnectorConfig``, which needs more than a bare machine has).
+#: Defaults of ``ConnectorConfig``, which has dependencies that this module must not need.
 PAGE_BYTES = 8 << 20
 SEGMENT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What one request holds in the cache of one rank.
+    """Shape of one request's states in the cache of one rank.
 
-    Under tensor parallelism every rank has all the states, and ships every ``tp``-th request whole: a request looks the
-    same, and a rank has one of ``tp`` to copy.
+    Under tensor parallelism every rank has all the states, and ships each ``tp``-th request whole. So the shape does
+    not depend on ``tp``.
     """
 
     model: str
@@ -69,13 +69,13 @@ class Cache:
         self.blocks = blocks
 
     def requests(self, count: int) -> Iterator[torch.Tensor]:
-        """Block ids of ``count`` requests, int64 on the host, no two alike and none in order."""
+        """Random block ids of ``count`` requests: int64 on the host, without duplicates in a request."""
         for _ in range(count):
             yield torch.randperm(self.blocks)[: self.shape.blocks]
 
 
 class Ways:
-    """The copies that are compared. ``sender`` is what our pages end in."""
+    """The compared copies. ``sender`` receives our pages."""
 
     def __init__(self, cache: Cache, ring_bytes: int, sender: Sender | None = None):
         self.cache = cache
@@ -88,18 +88,18 @@ class Ways:
             page_bytes=PAGE_BYTES,
             segment_bytes=SEGMENT_BYTES,
         )
-        #: Of our pages, in elements.
+        #: Size of our pages, in elements.
         self.page = self._worker.plans[HIDDEN_STATES].page_tokens * cache.shape.layers * cache.shape.hidden
         self._host = torch.from_numpy(self._outlet.memory).view(DTYPE)
         self._ids = np.arange(cache.shape.tokens, dtype=np.int64)
 
     @property
     def copied_bytes(self) -> int:
-        """Of our pages that have left the ring, so far."""
+        """Bytes of our pages that have left the ring so far."""
         return int(self._outlet.meter.sums().get(("page_bytes", ""), 0))
 
     def close(self) -> None:
-        """Give the pinned memory back."""
+        """Free the pinned memory."""
         self._worker.close()
         self._outlet.close()
 
@@ -107,13 +107,15 @@ class Ways:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     def apart(self) -> AbstractContextManager[Any]:
-        """The thread's current stream is one on which nothing waits: what an engine has queued is no copy's to wait
-        for, but for the model's own steps."""
+        """Give the thread an empty current stream. Copies wait for work queued on the current stream, which in an
+        engine is the model's own steps."""
         return torch.cuda.stream(torch.cuda.Stream(self.cache.device)) if self.cuda else nullcontext()
 
     def ours(self, requests: Sequence[torch.Tensor]) -> None:
-        """The connector's worker half, whose steps follow one another at once: page by page into the ring, which a
-        thread empties. It is over when every request's blocks may be used again, and the ring is empty."""
+        """Copy with the connector's worker half, page by page into the ring, which a thread empties.
+
+        Steps follow each other without a model. Returns when all requests' blocks are free and the ring is empty.
+        """
         saves = [
             Save(request_id=str(i), key=str(i), token_ids=self._ids, block_ids=ids.numpy(), owner=0)
             for i, ids in enumerate(requests)
@@ -127,8 +129,8 @@ class Ways:
             time.sleep(1e-4)
 
     def reference(self, requests: Sequence[torch.Tensor]) -> torch.Tensor:
-        """As vLLM's ExampleHiddenStatesConnector does: fancy indexing of a whole request on the device, and a fresh
-        pinned tensor for it. The last request's states, ``[tokens, layers, hidden]``."""
+        """Copy as vLLM's ExampleHiddenStatesConnector does: advanced indexing of a whole request on the device, then a
+        copy into a new pinned tensor. Returns the last request's states, ``[tokens, layers, hidden]``."""
         host = torch.empty(0)
         before: list[torch.Tensor] = []
         with self.on_side():
@@ -138,12 +140,12 @@ class Ways:
                 found = self.cache.view[slots // BLOCK, :, slots % BLOCK][: self.cache.shape.tokens]
                 host = torch.empty(found.shape, dtype=DTYPE, pin_memory=self.cuda)
                 host.copy_(found, non_blocking=True)
-                before = [*before[-1:], host]  # one is being written to disk while the next is copied
+                before = [*before[-1:], host]  # keeps two tensors: vLLM writes one to disk while it copies the next
         self.synchronize()
         return host
 
     def limit(self, nbytes: int) -> None:
-        """As many bytes of one contiguous run after another into the same pinned memory: what the bus gives."""
+        """Copy ``nbytes`` in contiguous runs into the same pinned memory: the limit of the bus."""
         memory, slots = self.cache.memory, self._host.numel() // self.page
         with self.on_side():
             at, left = 0, nbytes // DTYPE.itemsize

@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts.language import check, files, words
+from scripts.language import ROOT, check, files, words
 
 LONG = " ".join(["word"] * 31)
+
+
+def test_sources_of_all_folders_are_checked():
+    folders = {path.relative_to(ROOT).parts[0] for path in files() if path.suffix == ".py"}
+    assert folders == {"hsx_dist", "benchmarks", "scripts", "examples", "ray_jobs"}
 
 
 def test_all_pages_and_sources_are_clean():
