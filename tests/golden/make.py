@@ -83,7 +83,7 @@ def points(codec: Codec) -> list[EncodedSegment]:
 
 
 def parts() -> Iterator[tuple[str, EncodedPart]]:
-    """File name → part. Each holds several samples. One has its two segments in reverse order, one has other layers."""
+    """File name → part. Each holds several samples. One has its two segments in reverse order, one other layers."""
     codecs: list[Codec] = [NoneCodec(), ZstdCodec(), SplitCodec(), Fp8TokenCodec()]
     for codec in codecs:
         for dtype in FLOATS:

@@ -34,7 +34,7 @@ Tally = Counter[tuple[str, str]]
 
 
 def work(job: tuple[int, int]) -> tuple[Tally, float, int]:
-    """Run ``(seed, count)``: kind and outcome → count, the slowest object's CPU seconds, peak memory gained in bytes."""
+    """Run ``(seed, count)``: kind and outcome → count, slowest object's CPU seconds, peak memory gained in bytes."""
     seed, count = job
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY
