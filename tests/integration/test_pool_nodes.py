@@ -98,9 +98,7 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
         assert load_manifest(store).samples == {}  # the writer that will die has all samples, and nothing is proven
         pid = ray.get(here.__ray_call__.remote(lambda _: os.getpid()))
         cluster.remove_node(doomed, allow_graceful=False)
-        os.kill(
-            pid, signal.SIGKILL
-        )  # a worker outlives its raylet for a moment, unlike on a machine that fails
+        os.kill(pid, signal.SIGKILL)  # a worker outlives its raylet for a moment, unlike on a machine that fails
         for _ in range(20):
             send()
             sender.flush()
