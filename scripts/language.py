@@ -30,7 +30,7 @@ from markdown_it.token import Token
 ROOT = Path(__file__).resolve().parent.parent
 BANNED = ROOT / "scripts" / "banned_words.txt"
 PAGES = ("*.md", "docs/*.md", "docs/guides/*.md", "benchmarks/*.md", "configs/**/*.md")
-SOURCES = ("hsx_dist/**/*.py",)
+SOURCES = ("hsx_dist/**/*.py", "tests/**/*.py")
 MAX_WORDS = 30
 
 _SENTENCE_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)(?<!vs\.)(?<=[.!?])[\"')\]*]*\s+")

@@ -143,7 +143,7 @@ def test_the_v2_runner_counts_the_layers_itself():
 
 
 def test_an_engine_with_another_connector_is_left_alone(proposer, config):
-    watch(SimpleNamespace(), proposer.layer.kv_cache, CAPTURED, config, direct=True)  # an engine of ours, in this process
+    watch(SimpleNamespace(), proposer.layer.kv_cache, CAPTURED, config, direct=True)  # ours, in this process
     step(proposer, 1)
 
 
