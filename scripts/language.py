@@ -6,8 +6,7 @@
 - No sentence of a page or a docstring has more than 30 words.
 - A message that compares reads ``expected X, got Y``.
 
-Without PATH all pages are checked, and the sources of ``hsx_dist``, ``benchmarks``, ``scripts``, ``examples`` and
-``ray_jobs``. Exit status 1 means findings.
+Without PATH all pages and all sources (``FOLDERS``) are checked. Exit status 1 means findings.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ from markdown_it.token import Token
 ROOT = Path(__file__).resolve().parent.parent
 BANNED = ROOT / "scripts" / "banned_words.txt"
 PAGES = ("*.md", "docs/*.md", "docs/guides/*.md", "benchmarks/*.md", "configs/**/*.md")
-SOURCES = ("hsx_dist/**/*.py", "benchmarks/**/*.py", "scripts/**/*.py", "examples/**/*.py", "ray_jobs/**/*.py")
+FOLDERS = ("hsx_dist", "benchmarks", "scripts", "examples", "ray_jobs", "tests")
+SOURCES = tuple(f"{folder}/**/*.py" for folder in FOLDERS)
 MAX_WORDS = 30
 
 _SENTENCE_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)(?<!vs\.)(?<=[.!?])[\"')\]*]*\s+")

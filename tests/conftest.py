@@ -1,4 +1,4 @@
-"""What tests share: models and servers are made once a session, and only when a test asks for them."""
+"""Shared fixtures. Models and servers are made once per session, and only if a test requests them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hypothesis import HealthCheck, settings
 
 from tests.harness.servers import GcsServer, RayHead, S3Server, fake_gcs, ray_head, seaweedfs
 
-# Read by vLLM when it is imported: small caches (GiB), few lines.
+# vLLM reads these on import: a small cache (GiB), few log lines.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# Nothing here may ask a hub.
+# Tests use no model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Read by gcsfs when it is imported: with it on, every operation on the test server first waits a minute for gRPC.
+# gcsfs reads this on import. If on, each operation on the test server first waits a minute for gRPC.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 
-# Time decides nothing: on a loaded machine one example may take seconds.
+# No deadline: on a loaded machine one example may take seconds.
 settings.register_profile("loaded machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("loaded machine")
 
-#: Programs that are no Python packages, and how to get them. Without one its tests are left out.
+#: Programs that are no Python packages, and how to install them. Their tests are skipped if they are missing.
 PROGRAMS = {
     "chromium": "apt-get install chromium",
     "prometheus": "apt-get install prometheus",
@@ -33,7 +33,7 @@ PROGRAMS = {
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which tests were left out for want of a program, and how to get it."""
+    """List the tests that were skipped because a program is missing, and how to install it."""
     skipped = terminalreporter.stats.get("skipped", [])
     for program, command in PROGRAMS.items():
         names = sorted({r.nodeid for r in skipped if isinstance(r.longrepr, tuple) and command in str(r.longrepr[2])})
@@ -68,7 +68,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    """A GCS server (fake-gcs-server) on loopback, with the bucket ``hsx``; its variables are set for gcsfs."""
+    """A GCS server (fake-gcs-server) on loopback, with the bucket ``hsx``. gcsfs's environment variables are set."""
     with fake_gcs(tmp_path_factory.mktemp("gcs")) as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.env.items():
             patch.setenv(name, value)
@@ -77,7 +77,7 @@ def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
 
 @pytest.fixture(scope="session")
 def ray_cluster(s3: S3Server) -> Iterator[RayHead]:
-    """A Ray head of two CPUs whose processes use this interpreter, and ``s3`` with its credentials."""
+    """A Ray head with two CPUs. Its processes use this interpreter and ``s3`` with its credentials."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with ray_head(num_cpus=2, env={**s3.env, "PATH": path}) as head:
         yield head
@@ -85,7 +85,7 @@ def ray_cluster(s3: S3Server) -> Iterator[RayHead]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Torch with one thread: those that share a core with another test's wait for each other in every product."""
+    """Run torch with one thread. On shared cores, several threads wait for each other in every matrix product."""
     import torch
 
     before = torch.get_num_threads()

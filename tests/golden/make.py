@@ -1,10 +1,11 @@
-"""Make the golden parts: every codec and dtype, several samples and segments, attached tensors, vLLM's own schema.
+"""Make the golden parts: every codec and dtype, several samples and segments, attached tensors, vLLM's schema.
 
     .venv/bin/python -m tests.golden.make
 
-They are never made again: a later version that cannot read them byte for byte has broken the format. New ones are
-added under new names, and the program makes only those. ``expected.json`` holds the crc32c of what a reader must get;
-states and ids follow from ``samples``, which uses integer arithmetic alone, so that no library's random numbers matter.
+Golden parts are never made again: a later version that cannot read them byte for byte breaks the format. New ones get
+new names, and this program makes only parts that do not exist. ``expected.json`` holds the crc32c of the arrays that a
+reader must return. States and ids follow from ``samples``, which uses integer arithmetic only, so that they do not
+depend on a library's random numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ HIDDEN = 16
 
 
 def sample(key: str, tokens: int, dtype: str, seed: int) -> RandomSample:
-    """States of few exponents and noisy mantissas, as real ones are: a linear congruential sequence."""
+    """States with few exponents and noisy mantissas, like real ones: a linear congruential sequence."""
     count, state = tokens * len(LAYERS) * HIDDEN, seed
     values = []
     for _ in range(count):
@@ -68,7 +69,7 @@ def segment(
 
 
 def points(codec: Codec) -> list[EncodedSegment]:
-    """Two samples: one of hidden states, ids of experts, and a point of two shards; one of hidden states alone."""
+    """Two samples: one with hidden states, expert ids and a point of two shards, one with hidden states only."""
     hidden, other = sample("a", 11, "bfloat16", 1), sample("c", 3, "float16", 3)
     shards = [sample("a", 11, "bfloat16", seed) for seed in (6, 7)]
     ids = replace(hidden, states=(shards[0].states[:, :2, :2] % 128).astype(np.uint32), layer_ids=(0, 5), dtype="int32")
@@ -82,7 +83,7 @@ def points(codec: Codec) -> list[EncodedSegment]:
 
 
 def parts() -> Iterator[tuple[str, EncodedPart]]:
-    """File name → part. Multi-sample, with a sample in two segments that lie in reverse, one of other layers."""
+    """File name → part. Each holds several samples. One has its two segments in reverse order, one other layers."""
     codecs: list[Codec] = [NoneCodec(), ZstdCodec(), SplitCodec(), Fp8TokenCodec()]
     for codec in codecs:
         for dtype in FLOATS:
@@ -111,7 +112,7 @@ def content(part: EncodedPart) -> bytes:
 
 
 def facts(data: bytes) -> dict[str, Any]:
-    """What a reader gets, as checksums: of every segment its states ``[n, L, H]``, ids and attached arrays."""
+    """The checksums of a part as read: of each segment the states ``[n, L, H]``, ids and attached arrays."""
     store = MemoryStore()
     store.objects["p"] = data
     part = Part.open(store, "p", size=len(data))

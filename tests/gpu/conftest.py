@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device: ``make gpu`` runs them. Where there is none they are skipped, and say so."""
+"""Tests that need a CUDA device, run by ``make gpu``. Without a device they are skipped with a reason."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ import torch
 def cuda() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    torch.cuda.set_device(torch.cuda.device_count() - 1)  # not 0 where there are several: who forgets it shows
+    torch.cuda.set_device(torch.cuda.device_count() - 1)  # with several devices not 0: code that assumes 0 must fail
     return torch.device("cuda", torch.cuda.current_device())

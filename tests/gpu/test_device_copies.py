@@ -1,4 +1,4 @@
-"""The worker half's copies on a real device, under a model that is slow to write."""
+"""The worker half's copies on a real device, with a model that takes long to write its states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.device.request_runs import Run, requests
 
 pytestmark = pytest.mark.gpu
 
-#: Some milliseconds.
+#: Takes some milliseconds.
 CYCLES = 5_000_000
 
 
@@ -41,7 +41,7 @@ class Cuda:
 
 @contextmanager
 def no_synchronization() -> Iterator[None]:
-    """torch raises where an operation makes the host wait for the device."""
+    """torch raises if an operation makes the host wait for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

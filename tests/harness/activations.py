@@ -1,4 +1,4 @@
-"""A tiny model's activations by transformers, in memory and as a run: what trainers' losses are compared on."""
+"""A tiny model's activations by transformers, in memory and as a run. Tests compare trainers' losses on both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hsx_dist.testing.samples import RandomSample
 from tests.harness.runs import store_run
 
 LAYERS, NUM_LAYERS, HIDDEN, VOCAB, TOKENS, SAMPLES = (2, 4, 5, 8), 8, 64, 512, 24, 4
-#: The ids of the auxiliary layers where layers are counted after: transformers' entry k+1 is the output of layer k.
+#: Ids of the auxiliary layers, counted by their output: entry k+1 of transformers' ``hidden_states`` leaves layer k.
 AFTER = [1, 3, 4]
 
 
@@ -27,7 +27,7 @@ def load_model(folder: Path) -> Any:
 
 
 def write_model(folder: Path) -> Path:
-    """A tiny Llama whose final norm is not the identity: a state on the wrong side of it gives another loss."""
+    """Write a tiny Llama whose final norm is not the identity: a state on its wrong side gives another loss."""
     tiny_llama(folder, layers=NUM_LAYERS, kv_heads=2)
     model = load_model(folder)
     with torch.no_grad():
@@ -38,8 +38,12 @@ def write_model(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Activations:
-    """``input_ids``, ``loss_mask``: int64 ``[S, T]``. ``aux``: float32 ``[S, T, 3H]``. ``before_norm``, ``after_norm``:
-    the last state, float32 ``[S, T, H]``. ``layers``: what is stored, float32 ``[S, T, L, H]``.
+    """Activations of S samples of T tokens.
+
+    - ``input_ids``, ``loss_mask``: int64 ``[S, T]``.
+    - ``aux``: float32 ``[S, T, 3H]``.
+    - ``before_norm``, ``after_norm``: the last state, float32 ``[S, T, H]``.
+    - ``layers``: the stored layers, float32 ``[S, T, L, H]``.
     """
 
     input_ids: torch.Tensor
@@ -51,12 +55,12 @@ class Activations:
     layer_ids: tuple[int, ...] = LAYERS
 
     def last_alone(self) -> Activations:
-        """The same, of which only the last layer is stored."""
+        """Copy with the last layer as the only stored one."""
         return replace(self, layers=self.layers[:, :, -1:], layer_ids=LAYERS[-1:])
 
 
 def compute(folder: Path) -> Activations:
-    """What transformers computes for random tokens, with masks that begin at different tokens."""
+    """Compute random tokens' activations with transformers. Each sample's mask begins at another token."""
     torch.manual_seed(0)
     model = load_model(folder).eval()
     ids = torch.randint(3, VOCAB, (SAMPLES, TOKENS))
@@ -70,7 +74,7 @@ def compute(folder: Path) -> Activations:
 
 
 def store(made: Activations, folder: Path) -> Run:
-    """The run that has them."""
+    """Store the activations as a run in ``folder``, and open it."""
     ids = made.input_ids.numpy()
     samples = [
         RandomSample(f"s{i}", states.contiguous().numpy().view(np.uint32), ids[i], made.layer_ids, "float32", 8)

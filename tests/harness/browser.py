@@ -1,4 +1,4 @@
-"""Debian's Chromium, driven by Playwright, for whoever looks at pages: tests, and scripts that take screenshots."""
+"""Debian's Chromium, driven by Playwright: for tests of pages and for scripts that take screenshots."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 
 def chromium_program() -> str | None:
-    """The path of ``chromium``; None where it is not installed."""
+    """The path of ``chromium``, None if it is not installed."""
     return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 @dataclass(slots=True)
 class Seen:
-    """What a page asked for and complained of since it was opened."""
+    """A page's requests and errors since it was opened."""
 
     requests: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -26,18 +26,18 @@ class Seen:
 def browser_page(
     *, width: int = 1200, height: int = 900, cookies: Mapping[str, tuple[str, str]] | None = None
 ) -> Iterator[tuple[Any, Seen]]:
-    """A Playwright page in a headless Chromium, and what it saw. ``cookies``: name → (url, value).
+    """A Playwright page in a headless Chromium, with its requests and errors. ``cookies``: name → (url, value).
 
     Raises:
-        FileNotFoundError: there is no Chromium.
+        FileNotFoundError: Chromium is not installed.
     """
     from playwright.sync_api import sync_playwright
 
     program = chromium_program()
     if program is None:
-        raise FileNotFoundError("expected chromium on PATH; apt-get install chromium")
+        raise FileNotFoundError("expected chromium on PATH, got none. Run apt-get install chromium.")
     with sync_playwright() as playwright:
-        # Without a sandbox, as containers run as root; only pages of our own making are opened.
+        # Containers run as root, where Chromium's sandbox fails. Tests open this project's pages only.
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
         try:
             context = browser.new_context(viewport={"width": width, "height": height})

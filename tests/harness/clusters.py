@@ -1,7 +1,7 @@
-"""A Ray head for tests and demos, beside any other Ray on the machine.
+"""A Ray head for tests and demos. Other Ray clusters may run on the same machine.
 
-Its dashboard is on loopback. Ray's own services listen on every interface, whatever it is told: the token is what keeps
-strangers out.
+The dashboard listens on loopback. Ray's other services listen on every interface, and no option changes that: token
+authentication protects them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from hsx_dist.jobs.kit.process import Child, StartFailed, child
 from tests.harness.processes import free_ports, http_status, program
 
-_LONGEST = 40  # Ray puts Unix sockets below, whose paths may have 107 characters
-_TRIES = 3  # another process may take a port between the choice and the start
+_LONGEST = 40  # Ray's Unix sockets are below it, and a socket's path may have 107 characters
+_TRIES = 3  # another process may bind a chosen port before Ray does
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class RayHead:
 
     @property
     def token(self) -> str:
-        """What the dashboard's REST API wants as ``Authorization: Bearer …``."""
+        """The token for the dashboard's REST API, ``Authorization: Bearer …``."""
         return self.token_path.read_text()
 
     @property
     def env(self) -> dict[str, str]:
-        """For processes that are to use this cluster: ``ray.init()``, ``ray job submit``."""
+        """Environment of processes that use this cluster by ``ray.init()`` or ``ray job submit``."""
         env = {
             "RAY_ADDRESS": self.address,
             "RAY_AUTH_MODE": "token",
@@ -56,18 +56,20 @@ def ray_head(
     env: Mapping[str, str] | None = None,
     object_store_memory: int = 512 << 20,
 ) -> Iterator[RayHead]:
-    """Start a Ray head with token authentication on free ports; it and all its workers are gone at the end.
+    """Start a Ray head with token authentication on free ports. On exit it and all its workers have ended.
 
-    ``temp_dir`` (at most 40 characters, a folder of its own and removed at the end if left out) takes Ray's sockets and
-    logs; ``env`` goes to every process of the cluster; ``object_store_memory`` is in bytes.
+    Args:
+        temp_dir: folder of Ray's sockets and logs, at most 40 characters. Default: a new folder, removed on exit.
+        env: environment variables of every process of the cluster.
+        object_store_memory: bytes.
     """
     own = temp_dir is None
     folder = Path(tempfile.mkdtemp(prefix="ray-") if temp_dir is None else temp_dir).resolve()
     try:
         if len(str(folder)) > _LONGEST:
             raise ValueError(
-                f"expected a temp_dir of at most {_LONGEST} characters (Ray's Unix sockets lie in it), got {folder}; "
-                "leave it out, or set TMPDIR to something short"
+                f"expected a temp_dir of at most {_LONGEST} characters (for Ray's Unix sockets), got {folder}. "
+                "Leave it out, or set TMPDIR to a shorter path."
             )
         folder.mkdir(parents=True, exist_ok=True)
         token_path = folder / "auth-token"
@@ -130,7 +132,7 @@ def _ray_command(folder: Path, ports: list[int], num_cpus: int, dashboard: bool,
         f"--num-cpus={num_cpus}",
         f"--object-store-memory={memory}",
         f"--temp-dir={folder}",
-        # Workers bind to ports of their own choice: Ray's fixed range is the same for every cluster.
+        # Workers bind to ports from the kernel: Ray's fixed range is the same for every cluster.
         "--min-worker-port=0",
         "--max-worker-port=0",
         *(f"--{name}={port}" for name, port in zip(names, ports, strict=True)),

@@ -1,7 +1,7 @@
-"""An S3 server that keeps names and sizes and throws the bytes away: for measuring clients, and for watching them.
+"""An S3 server that keeps names and sizes and drops the bytes, to measure clients and to record their requests.
 
-It checks no signature. What it was sent stands in ``requests``; ``answer`` may refuse or starve any of them, and
-``stored`` is told of each that was carried out, before it is answered. Objects of up to a MiB can be read back.
+It checks no signature. ``requests`` lists the received requests. ``answer`` can refuse a request or answer it slowly.
+``stored`` is called after each stored object, before the response. Objects of up to 1 MiB can be read back.
 
     python -m tests.harness.discard [BYTES_PER_SECOND]    # prints its port, serves until its standard input ends
 """
@@ -26,7 +26,7 @@ _BUFFER = 1 << 20
 
 @dataclass(frozen=True)
 class Request:
-    """One request as it came. ``path`` is ``BUCKET/NAME``, unquoted; header names are in lower case."""
+    """A received request. ``path`` is ``BUCKET/NAME``, unquoted; header names are in lower case."""
 
     method: str
     path: str
@@ -36,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is said instead of the usual. ``slowly``: seconds between the bytes of the answer."""
+    """A response that replaces the usual one. ``slowly``: seconds between its bytes."""
 
     status: int
     body: bytes = b""
@@ -47,13 +47,13 @@ class Answer:
 
 @dataclass
 class DiscardServer:
-    """Serves on loopback from the moment it is made, on threads of this process."""
+    """Serves on loopback from its construction on, in threads of this process."""
 
     answer: Callable[[Request], Answer | None] = lambda _: None
     stored: Callable[[Request], None] = lambda _: None
     requests: list[Request] = field(default_factory=list)
     received_bytes: int = 0
-    #: Bytes of bodies that are taken in a second, of all connections together; 0: as many as come.
+    #: Bytes per second that it receives in bodies, over all connections. 0: no limit.
     rate: float = 0.0
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class DiscardServer:
         self._lock = threading.Lock()
         self._objects: dict[str, tuple[int, bytes]] = {}
         self._open: set[socket.socket] = set()
-        self._free = 0.0  # when what was taken so far is done with, at ``rate``
+        self._free = 0.0  # when the bytes received so far are through at ``rate``
         threading.Thread(target=self._accept, name="s3-discard", daemon=True).start()
 
     @property
@@ -69,7 +69,7 @@ class DiscardServer:
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def storage_options(self, **more: Any) -> dict[str, Any]:
-        """For fsspec and s3fs; the keys mean nothing."""
+        """Options for fsspec and s3fs; any keys are accepted."""
         return {
             "key": "any-key",
             "secret": "any-secret",
@@ -101,14 +101,14 @@ class DiscardServer:
             while self._one(connection, buffer):
                 pass
         except OSError:
-            pass  # the client went away, or the server was closed
+            pass  # the client disconnected, or the server was closed
         finally:
             with self._lock:
                 self._open.discard(connection)
             connection.close()
 
     def _one(self, connection: socket.socket, buffer: bytearray) -> bool:
-        """Serve one request. False when the client has ended the connection."""
+        """Serve one request. Returns False when the client has closed the connection."""
         head = b""
         while b"\r\n\r\n" not in head:
             got = connection.recv(65536)
@@ -195,7 +195,7 @@ class DiscardServer:
 
 @contextmanager
 def discard_server(answer: Callable[[Request], Answer | None] = lambda _: None) -> Iterator[DiscardServer]:
-    """A ``DiscardServer`` that is closed at the end."""
+    """A ``DiscardServer`` that is closed on exit."""
     server = DiscardServer(answer)
     try:
         yield server

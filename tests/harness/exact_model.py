@@ -1,20 +1,17 @@
-"""A model whose every hidden state is a number that says where it belongs, run by vLLM like any other.
+"""A model whose hidden states are known numbers, run by vLLM like any other model.
 
 The stream that enters layer k holds, at token t of a request, in channel j, the field ``fields[j % len(fields)]``:
 
-============ ==========================================================================
-``layer``    k (vLLM's layer id: 0 the embeddings, N the last layer's output)
-``position`` t
-``token``    the token's id
-``context``  the sum of the request's token ids 0..t, as layer k-1's *real attention over
-             the KV cache* gives it; 0 at k = 0
-``rank``     the tensor-parallel rank that computed it, times ``RANK_STEP``: too little
-             for the connector to refuse; at a token ``UNREDUCED`` divided by it, as if
-             each rank had its part of a sum
-``channel``  j
-============ ==========================================================================
+- ``layer``: k (vLLM's layer id: 0 for the embeddings, N for the last layer's output).
+- ``position``: t.
+- ``token``: the token's id.
+- ``context``: the sum of the request's token ids 0..t, computed by layer k-1's *real attention over the KV cache*.
+  It is 0 at k = 0.
+- ``rank``: the tensor-parallel rank that computed the value, times ``RANK_STEP``. The connector accepts so small a
+  difference. At the token ``UNREDUCED`` the rank is divided by ``RANK_STEP`` instead, like an unreduced partial sum.
+- ``channel``: j.
 
-So a swapped layer, row, request, rank or channel shows as a number, and a wrong cache behind a chunk, a prefix hit or a
+So a swapped layer, row, request, rank or channel changes a number. A wrong cache behind a chunk, a prefix hit or a
 resumed request does too. The values are small integers: exact in float32, and in bfloat16 up to 256 (there without
 ``context``). The next token is always the last one plus one.
 
@@ -39,11 +36,11 @@ from hsx_dist.models.tiny import write_tiny_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURE = "HsxExactForCausalLM"
 FIELDS = ("layer", "position", "token", "context", "rank", "channel")
-#: Ranks differ by this much, which is exact in bfloat16 and small next to the other fields.
+#: Difference between ranks: exact in bfloat16 and small compared with the other fields.
 RANK_STEP = 2.0**-6
-#: A token id at which ranks differ by as much as partial sums do.
+#: A token id at which ranks differ as much as partial sums do.
 UNREDUCED = 2
-#: vLLM's CPU attention has kernels for few head sizes; this is the smallest.
+#: The smallest head size for which vLLM's CPU attention has a kernel.
 HEAD_DIM = 32
 
 
@@ -106,7 +103,7 @@ def expected_states(
     fields: Sequence[str] = FIELDS,
     rank: int = 0,
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """What the model computes for one request, float32 ``[T, L, H]``."""
+    """The hidden states that the model computes for one request, float32 ``[T, L, H]``."""
     ids = np.asarray(token_ids, dtype=np.float32)[:, None, None]
     layer = np.asarray(layer_ids, dtype=np.float32)[None, :, None]
     channel = np.arange(hidden_size, dtype=np.float32)[None, None, :]
@@ -126,12 +123,12 @@ def expected_states(
 
 
 def next_tokens(last: int, count: int, vocab: int = 512) -> list[int]:
-    """What the model generates, greedily, after a prompt that ends with the token ``last``."""
+    """The tokens that the model generates greedily after a prompt that ends with the token ``last``."""
     return [(last + 1 + i) % vocab for i in range(count)]
 
 
 def register() -> None:
-    """Make the architecture known to this process's vLLM."""
+    """Register the architecture with this process's vLLM."""
     from vllm import ModelRegistry
 
     ModelRegistry.register_model(ARCHITECTURE, "tests.harness.exact_vllm:HsxExactForCausalLM")
@@ -142,9 +139,9 @@ def write_plugin(
 ) -> str:
     """Write the metadata of a distribution ``name`` with one entry point to ``folder``.
 
-    Returns what has to be in front of ``PYTHONPATH``. Each process with it finds the entry point, ``target``
-    (``module:name``, here or installed) in ``group``, under the name ``entry`` (default: ``name``). vLLM calls its
-    plugins in every process.
+    Returns the paths to put in front of ``PYTHONPATH``. Processes with that path find the entry point ``target``
+    (``module:name``, of this repository or installed) in ``group`` under the name ``entry`` (default: ``name``). vLLM
+    calls its plugins in every process.
     """
     info = Path(folder) / f"{name}-1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
@@ -155,17 +152,17 @@ def write_plugin(
 
 @contextmanager
 def registered(folder: Path) -> Iterator[None]:
-    """Make the architecture known to vLLM here and in every process started meanwhile.
+    """Register the architecture with vLLM in this process and in every process that starts in the ``with`` block.
 
-    Writes a plugin into ``folder``, and puts that on the search path, this process's and (by ``PYTHONPATH``) its
-    children's: what an installed plugin is, for a while.
+    Writes a plugin into ``folder``, and adds the folder to this process's search path and to ``PYTHONPATH``. Until the
+    block ends, the plugin works like an installed one.
     """
     path = write_plugin(folder, "hsx_exact_model", f"{__name__}:register")
     before = os.environ.get("PYTHONPATH")
     sys.path.insert(0, str(folder))
     os.environ["PYTHONPATH"] = os.pathsep.join([path, *([before] if before else [])])
     try:
-        register()  # the plugins of this process may have been loaded long ago
+        register()  # this process may have loaded its plugins already
         yield
     finally:
         sys.path.remove(str(folder))

@@ -1,7 +1,7 @@
 """The model of ``tests.harness.exact_model`` in vLLM's terms. Imported by vLLM alone, when it loads that model.
 
-It goes the way of vLLM's own models (``SupportsEagle3``, auxiliary hidden states, paged attention); only its arithmetic
-is such that every number is known beforehand.
+It is built like vLLM's models (``SupportsEagle3``, auxiliary hidden states, paged attention). Only its arithmetic
+differs: every number is known in advance.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ExactLayer(nn.Module):
     def forward(self, positions: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         """Sum of the token ids up to each row, float32 ``[T, 1]``. ``token``: the ids in the model's dtype, ``[T, 1]``.
 
-        All scores are equal, so that attention is the mean of the values; times their number, rounded, it is their
-        exact sum.
+        All scores are equal, so attention returns the mean of the values. The mean times the number of values, rounded,
+        is the exact sum.
         """
         value = token.expand(-1, self.heads * self.head_dim).contiguous()
         zero = torch.zeros_like(value)
@@ -68,7 +68,7 @@ class ExactModel(nn.Module, EagleModelMixin):
         for i, layer in enumerate(self.layers):
             context = layer(positions, token.to(self.dtype))
             self._maybe_add_hidden_state(aux, i + 1, self.stream(i + 1, positions, token, context), None)
-        # What the head needs is the token, whichever fields the captured stream has.
+        # The head needs the token, also if the captured stream has other fields.
         last = token.to(self.dtype).expand(-1, self.hidden_size).contiguous()
         return (last, aux) if aux else last
 
@@ -118,6 +118,6 @@ class HsxExactForCausalLM(nn.Module, SupportsEagle3):
         return nn.functional.one_hot(following, self.vocab_size).float()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        for _ in weights:  # there are none; the file has a scalar, as the loader asks for a file
+        for _ in weights:  # the model has no weights; the file holds a scalar because the loader requires a file
             pass
         return set()

@@ -19,12 +19,12 @@ V2, AHEAD = "VLLM_USE_V2_MODEL_RUNNER", "HSX_TESTING_SCHEDULE_AHEAD"
 def gpu_defaults(folder: Path, *, v2: bool = True, ahead: bool = True) -> dict[str, str]:
     """Write plugins into ``folder``, and return the environment variables that make processes use them.
 
-    Set the variables before a process imports vLLM. ``check_defaults`` says whether its engines use them.
+    Set the variables before a process imports vLLM. ``check_defaults`` checks that its engines use them.
 
     Args:
         folder: a folder that outlives the processes.
         v2: run the V2 model runner, else V1.
-        ahead: schedule asynchronously, else each step after the last one.
+        ahead: schedule asynchronously, else schedule each step after the last one.
     """
     variables = {V2: str(int(v2)), AHEAD: str(int(ahead)), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     path = ""
@@ -56,10 +56,10 @@ def schedule_ahead() -> None:
 
 
 def check_defaults(vllm_config: Any) -> None:
-    """Check that an engine has the runner and the scheduling that this process's variables ask for.
+    """Check that an engine has the runner and the scheduling that this process's variables select.
 
     Raises:
-        AssertionError: it has another one.
+        AssertionError: the engine has another runner or another scheduling.
     """
     has = {V2: vllm_config.use_v2_model_runner, AHEAD: vllm_config.scheduler_config.async_scheduling}
     for variable, value in has.items():

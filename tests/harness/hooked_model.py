@@ -1,4 +1,4 @@
-"""Every point of a model by transformers with hooks, in float32: what the taps' rows are compared with.
+"""Every point of a model in float32, computed by transformers with hooks: the reference for the taps' rows.
 
 The numbers come from Hugging Face's modules, not from vLLM's.
 """
@@ -39,14 +39,14 @@ def tiny_model(kind: str, path: Path) -> Path:
         torch.manual_seed(0)
         model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # weights of norms: all equal would hide a missing one
+            if parameter.dim() == 1:  # weights of norms: if all were equal, a missing norm would not show
                 parameter.data.copy_(1 + 0.2 * torch.randn_like(parameter))
         model.save_pretrained(path)
     return path
 
 
 class HookedModel:
-    """A model of transformers whose modules are hooked at every point."""
+    """A transformers model with hooks at every point."""
 
     def __init__(self, path: Path):
         from transformers import AutoModelForCausalLM
@@ -97,7 +97,7 @@ class HookedModel:
 
     @torch.inference_mode()
     def rows(self, token_ids: Sequence[int]) -> dict[tuple[str, int], torch.Tensor]:
-        """``[tokens, width]`` of each point and layer; of ``hidden_states`` by the ids of the setting ``layers``."""
+        """``[tokens, width]`` of each point and layer. The setting ``layers`` counts ``hidden_states``' layers."""
         self._rows.clear()
         self.model(torch.tensor([list(token_ids)]), use_cache=False)
         found = {key: value.reshape(len(token_ids), -1) for key, value in self._rows.items()}
@@ -107,7 +107,7 @@ class HookedModel:
 
 
 def worst_row(got: Any, right: torch.Tensor) -> float:
-    """The largest distance of a row of ``got``, ``[tokens, ...]``, from that of ``right``, by that one's norm."""
+    """The largest distance between rows of ``got``, ``[tokens, ...]``, and ``right``, relative to ``right``'s norm."""
     got, right = torch.as_tensor(got).flatten(1).double(), right.double()
     assert got.shape == right.shape
     return float(((got - right).norm(dim=1) / right.norm(dim=1).clamp_min(1e-30)).max())

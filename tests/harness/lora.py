@@ -1,4 +1,4 @@
-"""A LoRA adapter with random weights, as files of PEFT's form."""
+"""A LoRA adapter with random weights, in PEFT's file format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 
 def write_adapter(model: Path, folder: Path) -> tuple[Path, Path]:
-    """A random LoRA adapter of ``model``, and the model that has it merged."""
+    """A random LoRA adapter of ``model``, and the model with the adapter merged."""
     merged, adapter = folder / "merged", folder / "adapter"
     shutil.copytree(model, merged)
     adapter.mkdir()

@@ -1,4 +1,4 @@
-"""Samples of several points, as a run or an object has them."""
+"""Samples of several points, in the form of a run or of an object."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAD = 8
 
 @dataclass(frozen=True)
 class PointSample:
-    """``points``: name → the whole rows, carrier ``[T, L, width]``; ``columns``: what is stored, in order."""
+    """``points``: name → whole rows, carrier ``[T, L, width]``. ``columns``: the stored columns, in order."""
 
     key: str
     token_ids: np.ndarray[Any, Any]
@@ -29,7 +29,7 @@ class PointSample:
     columns: tuple[tuple[RandomSample, dict[str, Any]], ...]
 
     def segments(self, row: int, cuts: Sequence[Sequence[int]] = ()) -> list[Stored]:
-        """All segments for ``RunWriter.put``; ``cuts``: of each column, where it is cut."""
+        """All segments for ``RunWriter.put``. ``cuts``: the tokens at which each column is cut."""
         found: list[Stored] = []
         for i, (sample, column) in enumerate(self.columns):
             facts = column | {"columns": len(self.columns), "sample_hash": token_hash(self.token_ids)}
@@ -40,7 +40,7 @@ class PointSample:
 
 def point_sample(key: str, tokens: int = 37, *, hidden: bool = False, seed: int = 0, odd: bool = True) -> PointSample:
     """``q`` of two shards (layers 3, 7), ``mlp_out`` (layer 7), ``topk_ids`` (layers 3, 7), and hidden states.
-    ``odd``: as ``random_sample``'s."""
+    ``odd`` as in ``random_sample``."""
     q = [
         random_sample(key, tokens, layer_ids=(3, 7), hidden_size=w, seed=seed + i, odd=odd)
         for i, w in enumerate((16, 32))
@@ -49,7 +49,7 @@ def point_sample(key: str, tokens: int = 37, *, hidden: bool = False, seed: int 
     ids = np.random.default_rng(seed).integers(0, 128, (tokens, 2, 4)).astype(np.uint32)
     states = random_sample(key, tokens, layer_ids=(2, 30), hidden_size=24, seed=seed, odd=odd)
     columns = [
-        (q[1], {"point": "q", "shard": 1, "shards": 2, "head": HEAD}),  # ranks need not come in order
+        (q[1], {"point": "q", "shard": 1, "shards": 2, "head": HEAD}),  # ranks may be stored in any order
         (out, {"point": "mlp_out"}),
         (q[0], {"point": "q", "shard": 0, "shards": 2, "head": HEAD}),
         (replace(q[0], states=ids, dtype="int32"), {"point": "topk_ids"}),
@@ -70,12 +70,12 @@ def computed_sample(
     layers: Mapping[str, Sequence[int]],
     head: int | None = None,
 ) -> PointSample:
-    """What a model computed, as points of float32 (of a router's choices int32).
+    """A model's rows as points of float32 (router choices: int32).
 
     Args:
         rows: as ``HookedModel.rows``.
-        layers: of each point that is stored.
-        head: length of a head, of points that are made of heads.
+        layers: the layers of each stored point.
+        head: length of a head, for points that consist of heads.
     """
     ids = np.array(token_ids)
     dtypes = {name: "int32" if name == "topk_ids" else "float32" for name in layers}
@@ -99,7 +99,7 @@ def run_of(
     about: Mapping[str, Any] | None = None,
     meaning: Mapping[str, Any] | None = None,
 ) -> Run:
-    """A run of version 1, each part with these segments."""
+    """Store a run of version 1. Each part has the given segments."""
     store = store or MemoryStore()
     write_v1_run(
         store, {"meaning": {**({"layers": list(layers)} if layers else {}), **(meaning or {})}, "settings": {}}

@@ -1,4 +1,4 @@
-"""What a test needs to start a server: free ports, programs, and whether an address answers."""
+"""Helpers that start servers: free ports, paths of programs, and a check whether an address answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hsx_dist.jobs.kit.process import StartFailed
 
 
 def free_ports(n: int, *, twin: int = 0) -> list[int]:
-    """``n`` different TCP ports on which nothing listens now, outside the range that outgoing connections use.
+    """``n`` different unused TCP ports, outside the range of outgoing connections.
 
     With ``twin``, each port plus ``twin`` is free too.
     """
@@ -25,7 +25,7 @@ def free_ports(n: int, *, twin: int = 0) -> list[int]:
             found.append(port)
         if len(found) == n:
             return found
-    raise StartFailed(f"expected {n} free ports in 10100-20000, found {len(found)}; end what listens there")
+    raise StartFailed(f"expected {n} free ports in 10100-20000, got {len(found)}. End processes that listen there.")
 
 
 def _is_free(port: int) -> bool:
@@ -38,17 +38,19 @@ def _is_free(port: int) -> bool:
 
 
 def program(name: str) -> str:
-    """The path of an executable, the running interpreter's own environment first."""
+    """The path of an executable. The running interpreter's environment is searched first."""
     here = Path(sys.executable).with_name(name)
     path = str(here) if here.exists() else shutil.which(name)
     if path is None:
-        raise StartFailed(f"expected the program {name!r} beside {sys.executable} or on PATH; install hsx-dist[dev]")
+        raise StartFailed(
+            f"expected the program {name!r} next to {sys.executable} or on PATH, got none. Install hsx-dist[dev]."
+        )
     return path
 
 
 def http_status(url: str, headers: Mapping[str, str] | None = None) -> int | None:
-    """The HTTP status of a GET; None when nothing answers."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback never goes through a proxy
+    """The HTTP status of a GET, None without an answer."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # use no proxy for loopback
     try:
         with opener.open(urllib.request.Request(url, headers=dict(headers or {})), timeout=2) as answer:
             return int(answer.status)

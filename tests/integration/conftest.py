@@ -1,4 +1,4 @@
-"""How these tests share a machine of two cores: ``pytest -n 2 --dist loadfile``."""
+"""Distribute these tests on a machine of two cores: ``pytest -n 2 --dist loadfile``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 class _OneClusterAtATime(LoadFileScheduling):
     """A file's tests run in one process, so that its engine starts once. All files that start Ray run in one process:
-    clusters take their workers' ports from the same range."""
+    clusters take their workers' ports from the same range.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)

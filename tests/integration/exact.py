@@ -1,4 +1,4 @@
-"""What the tests with exact numbers share: an engine of the project's own model that checks all that it stores."""
+"""An engine of the model with exact numbers that checks everything it stores. Shared by the exact-number tests."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.harness.gpu_defaults import check_defaults
 
 LAYERS = 4
 CAPTURED = tuple(range(LAYERS + 1))
-BLOCK = 32  # the smallest that vLLM's CPU attention takes
-CHUNK = 64  # tokens a step: longer prompts are prefilled in chunks
+BLOCK = 32  # the smallest block size of vLLM's CPU attention
+CHUNK = 64  # tokens per step: longer prompts are prefilled in chunks
 MAX_LEN = 256
 
 
 class Engine:
-    """An engine with a bare connector that stores one object a request under ``output``."""
+    """An engine with a bare connector that stores one object per request under ``output``."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Engine:
         beside: Sequence[Mapping[str, Any]] = (),
         **arguments: Any,
     ):
-        """``beside``: other connectors, with ours in vLLM's ``MultiConnector``."""
+        """``beside``: other connectors, in vLLM's ``MultiConnector`` with this one."""
         from vllm import LLM
 
         self.fields = tuple(fields)
@@ -57,7 +57,7 @@ class Engine:
             enforce_eager=True,
             max_num_batched_tokens=CHUNK,
             block_size=BLOCK,
-            disable_log_stats=False,  # its counters prove what happened
+            disable_log_stats=False,  # tests read vLLM's counters
             speculative_config={
                 "method": "extract_hidden_states",
                 "num_speculative_tokens": 1,
@@ -70,9 +70,10 @@ class Engine:
         check_defaults(self.llm.llm_engine.vllm_config)
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int = 1) -> list[Any]:
-        """Generate after all prompts at once, and hold every stored number against what it must be.
+        """Generate after all prompts in one batch, and check every stored number.
 
-        With more than one new token, those are stored too, but for the last, which was never an input.
+        With more than one new token, the states of generated tokens are stored and checked, too. The last token has
+        none: it was never an input.
         """
         from vllm import SamplingParams
 
@@ -92,7 +93,7 @@ class Engine:
             ],
             use_tqdm=False,
         )
-        flush(self.llm)  # steps an engine of this process; asks the workers of another
+        flush(self.llm)  # in this process it steps the engine; in a child process it calls the workers
         for prompt, output in zip(prompts, outputs, strict=True):
             generated = list(output.outputs[0].token_ids)
             assert generated == next_tokens(prompt[-1], new_tokens)
@@ -100,7 +101,7 @@ class Engine:
         return outputs
 
     def load(self, output: Any) -> dict[str, Any]:
-        """The stored sample, of an engine that ``run`` has flushed."""
+        """The stored sample. ``run`` has flushed the engine before."""
         return load_hidden_states(output.kv_transfer_params["hidden_states_path"], framework="torch")
 
     def check(self, token_ids: Sequence[int], sample: dict[str, Any]) -> None:
@@ -111,11 +112,11 @@ class Engine:
         np.testing.assert_array_equal(states, expected)
 
     def rank_of(self, states: np.ndarray[Any, Any]) -> int:
-        """The rank that says to have computed the first row; the others are held against it."""
+        """The rank in the first row. All other rows must have the same rank."""
         return int(states[0, 0, self.fields.index("rank")] / RANK_STEP) if "rank" in self.fields else 0
 
     def counter(self, name: str) -> int:
-        """One of vLLM's own counters."""
+        """A counter of vLLM's."""
         (metric,) = (m for m in self.llm.get_metrics() if m.name == name)
         return int(metric.value)
 
@@ -139,6 +140,6 @@ def started(folder: Path, *, in_process: bool, dtype: str, fields: Sequence[str]
 
 
 def prompts(seed: int, *lengths: int, top: int = 400) -> list[list[int]]:
-    """Random tokens from 3 to ``top``: requests share no beginning."""
+    """Random tokens from 3 to ``top``. Requests share no prefix."""
     rng = np.random.default_rng([seed, *lengths])
     return [rng.integers(3, top, n).tolist() for n in lengths]

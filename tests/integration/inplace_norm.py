@@ -1,4 +1,4 @@
-"""vLLM's fused norm working in place, as its GPU kernel does and nothing of its CPU build."""
+"""vLLM's fused norm working in place, as vLLM's GPU kernel does. No operator of its CPU build does."""
 
 # vLLM infers the operator's schema from these annotations: they must be types, not strings.
 
@@ -8,7 +8,7 @@ PROVIDER = "in_place"
 
 
 def use_inplace_norm() -> dict[str, list[str]]:
-    """Register it; the engine's ``ir_op_priority`` that takes it."""
+    """Register the operator. Returns the engine's ``ir_op_priority`` that selects it."""
     from vllm import ir
 
     if PROVIDER not in ir.ops.fused_add_rms_norm.impls:

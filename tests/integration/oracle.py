@@ -1,4 +1,4 @@
-"""What the tests compare with: transformers on the same token ids."""
+"""The reference for stored states: transformers on the same token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hsx_dist.jobs.check import final_norm
 
 
 class Oracle:
-    """A model in transformers; its last layer is compared after the final norm, as transformers gives it only so."""
+    """A model in transformers. Its last layer is compared after the final norm, as transformers returns only that."""
 
     def __init__(self, model: str | Path, dtype: torch.dtype = torch.float32):
         avoid_broken_amx()
@@ -32,7 +32,7 @@ class Oracle:
         for i, layer in enumerate(layer_ids):
             ours = self.norm(states[:, i]) if layer == self.last else states[:, i]
             a, b = ours.double(), theirs[layer][0].double()
-            rows = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-30)  # a padding token is embedded as zeros
+            rows = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-30)  # transformers embeds a padding token as zeros
             found[layer] = (float((a - b).norm() / b.norm()), float(rows.max()))
         return found
 

@@ -1,4 +1,4 @@
-"""A relay before a real S3 server: something strikes at one exact moment of one request, and all else passes."""
+"""A relay before a real S3 server. It runs a function at a chosen moment of one request, and forwards all else."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ When = Literal["before", "halfway", "after"]
 
 @dataclass
 class Strike:
-    """``do`` at the ``at``-th request whose line begins so: before any of it reaches the server, when half of its body
-    did, or when the server has answered and nobody knows. Nothing more of that connection passes."""
+    """Call ``do`` at the ``at``-th request whose line begins with ``line``.
+
+    - ``before``: no byte of the request has reached the server.
+    - ``halfway``: half of the body has reached the server.
+    - ``after``: the server has answered, and the client has not received the answer.
+
+    After it nothing more of that connection is forwarded.
+    """
 
     line: bytes
     when: When
@@ -107,7 +113,7 @@ def _half(data: bytes, client: socket.socket) -> bytes:
 
 @contextmanager
 def _both_closed(client: socket.socket, server: socket.socket) -> Iterator[None]:
-    """Whatever ends one direction ends the other; the end of a peer is none of ours."""
+    """Close both connections if one direction ends. Errors of a peer that has disconnected are ignored."""
     try:
         with suppress(OSError):
             yield

@@ -1,8 +1,8 @@
-"""Models whose cache is no Llama's: a sliding window or linear attention beside full attention, and MLA.
+"""Models with other caches than Llama's: a sliding window or linear attention next to full attention, and MLA.
 
-Random weights, real engines. The last layer, normed and projected, must give vLLM's own log-probabilities. Except with
-MLA, each layer is compared with transformers too; its DeepSeek-V2 and vLLM's part ways from the second token on,
-log-probabilities and all.
+Random weights, real engines. The last layer, normed and projected, must give vLLM's log-probabilities. Except with MLA,
+each layer is also compared with transformers. transformers' DeepSeek-V2 differs from vLLM's from the second token on,
+in log-probabilities, too.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SIZES = {
     "intermediate_size": 128,
     "num_hidden_layers": 4,
     "max_position_embeddings": 512,
-    "initializer_range": 0.2,  # the usual 0.02 leaves every layer's output almost equal to its input
+    "initializer_range": 0.2,  # with the usual 0.02 every layer's output would almost equal its input
 }
 
 
 def sliding_window(vocab_size: int) -> Any:
-    """Every other layer sees 64 tokens only."""
+    """Every second layer has a window of 64 tokens."""
     from transformers import MinistralConfig, MinistralForCausalLM
 
     kinds = ["sliding_attention", "full_attention"] * 2
@@ -41,7 +41,7 @@ def sliding_window(vocab_size: int) -> Any:
 
 
 def latent_attention(vocab_size: int) -> Any:
-    """DeepSeek-V2 with dense layers. The latent's size is the one that vLLM's CPU kernel is compiled for."""
+    """DeepSeek-V2 with dense layers. vLLM's CPU kernel is compiled for this latent size only."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": None}
@@ -51,8 +51,9 @@ def latent_attention(vocab_size: int) -> Any:
 
 
 def linear_attention(vocab_size: int) -> Any:
-    """Qwen3-Next: three layers with gated delta nets, one with full attention. vLLM wants one with experts; each token
-    gets both experts, so that rounding cannot choose another one."""
+    """Qwen3-Next: three layers with gated delta nets, one with full attention. vLLM requires a layer with experts. Each
+    token uses both experts, so that rounding cannot change the choice.
+    """
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
@@ -66,10 +67,10 @@ def linear_attention(vocab_size: int) -> Any:
 @pytest.mark.parametrize(
     ("make", "dtype", "layers", "groups", "compared", "arguments"),
     [
-        # vLLM runs a Ministral as the Llama that it is but for its window.
+        # vLLM runs a Ministral as a Llama with a sliding window.
         (sliding_window, "float32", (0, 2, 4), 3, True, {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}}),
-        # Not layer 0, where vLLM adds a residual that is not there yet. One group of one kind holds all, a CPU takes
-        # prompts whole.
+        # Without layer 0: vLLM adds a residual there that does not exist yet. There is one cache group of one kind, and
+        # a CPU prefills whole prompts.
         (
             latent_attention,
             "float32",
@@ -78,7 +79,7 @@ def linear_attention(vocab_size: int) -> Any:
             False,
             {"max_num_batched_tokens": 512, "attention_backend": "CPU_MLA"},
         ),
-        # vLLM's gated delta nets on a CPU are in bfloat16 only, and their prefix cache needs Triton.
+        # On a CPU vLLM's gated delta nets run in bfloat16 only, and their prefix cache needs Triton.
         (linear_attention, "bfloat16", (0, 2, 4), 5, True, {"enable_prefix_caching": False}),
     ],
     ids=["sliding window", "MLA", "linear attention"],
@@ -131,14 +132,14 @@ def test_hidden_states_are_found_among_caches_of_other_kinds(
     finally:
         llm.llm_engine.engine_core.shutdown()
     oracle = Oracle(model, getattr(torch, dtype))
-    # In bfloat16 rounding gives up to 5 % of a layer and 37 % of a row; another token's row is off by more than 100 %.
+    # bfloat16's rounding changes up to 5 % of a layer and 37 % of a row. Another token's row differs by over 100 %.
     of_logprobs, of_layers, of_rows = (1e-3, 1e-3, 1e-3) if dtype == "float32" else (0.05, 0.1, 0.6)
     for prompt, output in zip(prompts, outputs, strict=True):
         data = hsx_dist.load_hidden_states(output.kv_transfer_params["hidden_states_path"], framework="torch")
         assert data["token_ids"].tolist() == prompt
         with torch.inference_mode():
             last = weights.lm_head(weights.model.norm(data["hidden_states"][:, -1].float())).log_softmax(-1)
-        after = [*output.prompt_logprobs[1:], output.outputs[0].logprobs[0]]  # of the token after each
+        after = [*output.prompt_logprobs[1:], output.outputs[0].logprobs[0]]  # of the token after each row
         for row, theirs in zip(last, after, strict=True):
             for token, its in theirs.items():
                 assert float(row[token]) == pytest.approx(its.logprob, abs=of_logprobs)

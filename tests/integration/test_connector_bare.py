@@ -1,4 +1,4 @@
-"""The connector by itself in somebody's own ``LLM``: options of each request, ends of every kind, vLLM's own script."""
+"""The connector in a user's ``LLM``: options of each request, all ways to end a request, and vLLM's own script."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def engine_arguments(model: Path, output: Path, **hsx) -> dict:
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}},
         },
         "kv_transfer_config": {
-            "kv_connector": "HiddenStatesConnector",  # by its name: the plugin has registered it
+            "kv_connector": "HiddenStatesConnector",  # by name: the plugin has registered the connector
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {
                 "shared_storage_path": str(output),
@@ -67,21 +67,21 @@ def llm(tiny_model_path, output):
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
 
-        # As with eager execution on a GPU: what the model captured must not change under it.
+        # As with eager execution on a GPU: the model must not change captured tensors later.
         engine = LLM(
             **engine_arguments(tiny_model_path, output),
             ir_op_priority=use_inplace_norm(),
             enable_lora=True,
-            max_num_seqs=16,  # vLLM with adapters: a step must hold a token and a draft of each
+            max_num_seqs=16,  # vLLM with adapters: a step must have room for a token and a draft of each request
             max_lora_rank=8,
-            max_loras=2,  # vLLM's CPU kernels compute a request without an adapter with the last slot: it stays empty
+            max_loras=2,  # vLLM's CPU kernels use the last slot for requests without an adapter: it stays empty
         )
     yield engine
     engine.llm_engine.engine_core.shutdown()
 
 
 def ask(llm, prompts, params: list[dict], **sampling):
-    """One batch; ``params``: each prompt's ``kv_transfer_params``. Returns the answers' once all is stored."""
+    """Run one batch. ``params``: each prompt's ``kv_transfer_params``. Returns the answers' after all is stored."""
     from vllm import SamplingParams
 
     sampling = {"max_tokens": 1, "temperature": 0.0, **sampling}
@@ -140,7 +140,7 @@ def test_each_request_of_a_batch_gets_what_it_asked_for(llm, oracle, output):
 
 
 def test_an_adapters_states_are_those_of_the_model_with_it_merged(llm, oracle, tiny_model_path, tmp_path):
-    """In one batch with the model's own states of the same prompt, which a prefix hit must not give."""
+    """In one batch with requests of the base model for the same prompt. A prefix hit must not return their states."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -203,7 +203,7 @@ def test_the_same_key_for_other_tokens_is_told(llm, output):
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 6])
 def test_aborted_at_any_moment_is_whole_or_not_there(llm, oracle, output, steps):
-    """Before it is scheduled, in mid-prefill (64 tokens a step), at its end, and in mid-decode."""
+    """Before the request is scheduled, during prefill (64 tokens per step), at its end, and during decode."""
     from vllm import SamplingParams
 
     engine, prompt, key = llm.llm_engine, ids(150), f"aborted-{steps}"
@@ -246,14 +246,14 @@ def test_aborted_after_its_end_while_its_blocks_are_held_changes_nothing(llm, or
     while not answers:
         answers = [o for o in engine.step() if o.finished]
     core = engine.engine_core.engine_core
-    assert core.scheduler.connector.pending  # the worker half has not even been told
+    assert core.scheduler.connector.pending  # the worker half has not received the save yet
     engine.abort_request(["late-abort"])
-    core.abort_requests([answers[0].request_id])  # also one that the front end has let pass
+    core.abort_requests([answers[0].request_id])  # also a request that the front end has already dropped
     core.abort_requests(list(core.scheduler.requests))
     flush(llm, 60)
     data = hsx_dist.load_hidden_states(f"{output}/late-abort.safetensors", framework="torch")
     oracle.assert_equal(prompt, data["hidden_states"], LAYERS)
-    assert not core.scheduler.requests  # no block stays held
+    assert not core.scheduler.requests  # no block is still held
 
 
 def held(llm) -> int:
@@ -268,7 +268,7 @@ def test_a_reset_after_the_last_answer_copies_its_states_first(llm, oracle, rese
     for _ in range(2):
         (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1), use_tqdm=False)
         assert held(llm)
-        assert output.num_cached_tokens == 0  # the second time: of nothing that came before the reset
+        assert output.num_cached_tokens == 0  # the second time: nothing from before the reset is reused
         if reset == "sleep":
             llm.sleep(1)
             llm.wake_up()
@@ -298,12 +298,12 @@ def test_a_reset_under_way_recomputes_running_requests_and_keeps_finished_ones(l
         answers |= {o.request_id: o for o in engine.step()}
         if "long" in answers and held(llm):
             assert not answers["long"].finished
-            assert not llm.reset_prefix_cache()  # one is running
+            assert not llm.reset_prefix_cache()  # a request is running
             assert not held(llm)
             assert llm.reset_prefix_cache(reset_running_requests=True)
             break
     else:
-        pytest.fail("the short request never ended before the long one")
+        pytest.fail("expected the short request to end before the long one")
     while engine.has_unfinished_requests():
         answers |= {o.request_id: o for o in engine.step()}
     flush(llm, 60)
@@ -315,7 +315,7 @@ def test_a_reset_under_way_recomputes_running_requests_and_keeps_finished_ones(l
 
 
 def test_a_client_that_sends_what_it_should_not_harms_only_itself(llm, oracle, output):
-    """Next to others in one batch: metadata 600 deep, names by the thousand, paths of a run and of another's key."""
+    """In one batch with others: metadata 600 deep, thousands of names, paths in a run, and another request's key."""
     deep: object = 1
     for _ in range(600):
         deep = [deep]
@@ -332,7 +332,7 @@ def test_a_client_that_sends_what_it_should_not_harms_only_itself(llm, oracle, o
             {"hidden_states_metadata": {"source": ["web", {"page": 3}]}, "hidden_states_path": "own.safetensors"},
             {"hidden_states_path": "row-17.safetensors"},
         ],
-        skip_clone=True,  # as the server does; a copy of something so deep fails before it reaches the engine
+        skip_clone=True,  # as the server does: copying so deep an object fails before the engine receives it
     )
     answers = [o.kv_transfer_params for o in outputs]
     for prompt, answer in list(zip(prompts, answers, strict=True))[1:6]:
@@ -346,7 +346,7 @@ def test_a_client_that_sends_what_it_should_not_harms_only_itself(llm, oracle, o
     assert len(refused[2]) < 20
     assert refused[3] == {"hidden_states_path"}
     assert refused[4] == {"hidden_states_path", "hidden_states_loss_mask"}
-    # Whichever of the two was stored, it was not replaced by the other, and a reader is told.
+    # One of the two was stored and the other did not replace it. A reader gets an error.
     assert "used before" in answers[6]["hidden_states_meta"]["reason"]
     with pytest.raises(SampleFailed, match="used before"):
         hsx_dist.load_hidden_states(f"{output}/row-17.safetensors")
@@ -408,7 +408,7 @@ SCRIPT = """
 
 
 def test_a_script_for_vllms_own_connector_runs_with_two_strings_changed(tiny_model_path, tmp_path):
-    """vLLM's default: the engine in a child process, its loader in the parent, which sleeps on the lock."""
+    """vLLM's default: the engine runs in a child process, and vLLM's loader in the parent waits for the lock."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     env = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}

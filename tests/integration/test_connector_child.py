@@ -1,4 +1,4 @@
-"""The connector in an engine of child processes: what ``flush`` asks of it, and its memory while the store hangs."""
+"""The connector in an engine of child processes: how ``flush`` reaches it, and its memory while the store hangs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_flush_without_the_extension_says_how_to_get_it():
 
 
 class HangingStore(ThreadingHTTPServer):
-    """Takes a connection and a request, and answers it when ``go`` is set: an S3 that hangs."""
+    """Accepts a connection and a request, and answers only after ``go`` is set: an S3 that hangs."""
 
     def __init__(self):
         self.go = threading.Event()
@@ -77,10 +77,10 @@ assert LIMIT < STATES
 
 
 def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
-    """200 requests of 2,000 tokens, 293 MiB of states, against 160 MiB of host memory; the server stays healthy."""
+    """200 requests of 2,000 tokens, 293 MiB of states, with 160 MiB of host memory. The server stays healthy."""
     from hsx_dist.models.tiny import tiny_llama
 
-    # As few layers as give three to capture: the time goes into computing 400,000 tokens twice.
+    # The smallest number of layers with three to capture: most time goes into computing 400,000 tokens twice.
     model = tiny_llama(tmp_path / "model", layers=2, hidden=64, kv_heads=2, max_positions=2304)
     speculative = engine_arguments(model, tmp_path)["speculative_config"]
     speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
@@ -135,7 +135,7 @@ def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
         server.wait_until(lambda: http_status(f"{url}/health") == 200, 240)
         import openai
 
-        # A connection a request: uvicorn closes idle ones after 5 s, and may cut off one just taken again.
+        # One connection per request: uvicorn closes idle connections after 5 s, and may close a reused one.
         once = {"Connection": "close"}
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300, default_headers=once)
         rng = np.random.default_rng(0)
@@ -159,18 +159,18 @@ def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
                 thread.start()
             return threads
 
-        # What the store's client needs once, modules and connections, is no page's memory.
+        # One upload first: the store client's modules and connections must not count as pages' memory.
         store.go.set()
         ask(rng.integers(0, 300, 2000).tolist(), save=True)
         wait_until(lambda: store.puts > 0)
         store.go.clear()
         done.clear()
-        # The same load of which nothing is saved: every block of the cache is touched, and the ring is empty.
+        # The same load without saving: every block of the cache is touched, and the ring stays empty.
         for thread in all_at_once(save=False):
             thread.join(120)
-        without_ring = own_memory(server.pid) - IN_FLIGHT // 2  # it was touched when it was made
+        without_ring = own_memory(server.pid) - IN_FLIGHT // 2  # the ring's pages were touched when it was allocated
         threads = all_at_once(save=True)
-        # The store takes nothing: the engine comes to a stand.
+        # The store accepts nothing, so the engine must stop.
         resident = settle(lambda: (len(done), own_memory(server.pid)))
         assert resident - without_ring <= LIMIT, resident - without_ring
         standing = len(done)
@@ -183,7 +183,7 @@ def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
         assert len(done) == standing
         assert grown < IN_FLIGHT // 10, grown
         assert http_status(f"{url}/health") == 200
-        # A reset waits for the held blocks, and recomputes the requests that are running.
+        # A reset waits for the held blocks, and the running requests are recomputed.
         answers: list[dict] = []
         reset = threading.Thread(target=lambda: answers.append(reset_prefix_cache(url)), daemon=True)
         reset.start()
@@ -199,14 +199,14 @@ def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
         grown = own_memory(server.pid) - without_ring
         assert grown <= LIMIT, grown
         wait_until(lambda: store.puts > 200)
-        # The counters are told with a step.
+        # The engine reports counters only in a step.
         wait_until(lambda: ask(rng.integers(0, 300, 20).tolist(), save=False) or in_flight(url) == 0)
     store.shutdown()
     store.server_close()
 
 
 def in_flight(url: str) -> float:
-    """The bytes in the ring and in the writers' hands, as the server shows them."""
+    """The bytes in the ring and in the writers, from the server's metrics."""
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/metrics", timeout=30) as answer:
         page = answer.read().decode()
     names = ("vllm:hidden_states_ring_bytes", "vllm:hidden_states_held_bytes")
@@ -216,7 +216,7 @@ def in_flight(url: str) -> float:
 
 
 def reset_prefix_cache(url: str) -> dict:
-    """The server's answer."""
+    """The server's response."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(f"{url}/reset_prefix_cache?reset_running_requests=true", method="POST")
     with opener.open(request, timeout=120) as answer:
@@ -246,7 +246,7 @@ def _own_memory(pid: int) -> int:
 
 
 def settle(state, seconds: float = 120):
-    """The second of ``state()`` once its first has stood still for some seconds."""
+    """The second value of ``state()``, after its first has not changed for 5 seconds."""
     end, since = time.monotonic() + seconds, time.monotonic()
     count, size = state()
     while time.monotonic() < end:
@@ -256,4 +256,4 @@ def settle(state, seconds: float = 120):
             count, since = now, time.monotonic()
         elif count and time.monotonic() - since > 5:
             return size
-    raise AssertionError(f"did not come to a stand: {count}")
+    raise AssertionError(f"expected a stable count, got {count}")

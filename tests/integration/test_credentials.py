@@ -1,6 +1,6 @@
-"""Installing obstore changes nobody's credentials: with the same options and environment both back ends sign alike.
+"""Installing obstore changes no credentials: with the same options and environment both back ends sign alike.
 
-What is compared is what a server sees: access key, region, session token, and where the request went.
+Compared are a server's requests: access key, region, session token, and the requested address.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def server():
 
 @pytest.fixture
 def clean(monkeypatch, tmp_path):
-    """No credentials anywhere but where a test puts them."""
+    """Remove all credentials except those that a test sets."""
     import os
 
     for name in [n for n in os.environ if n.startswith("AWS_")]:
@@ -44,7 +44,7 @@ def clean(monkeypatch, tmp_path):
 
 @pytest.fixture
 def issuer():
-    """Stands in for the services of a cloud that hand out credentials: container, instance, STS."""
+    """Replaces the cloud services that issue credentials: container, instance, STS."""
     temporary = {"Token": "role-token", "Expiration": "2099-01-01T00:00:00Z", "Code": "Success", "Type": "AWS-HMAC"}
 
     class Handler(BaseHTTPRequestHandler):
@@ -63,7 +63,7 @@ def issuer():
             else:
                 self._say(json.dumps({"AccessKeyId": "ASIAINSTANCE", "SecretAccessKey": "s", **temporary}))
 
-        def do_PUT(self):  # the instance service's session
+        def do_PUT(self):  # the instance service's session token
             self._say("imds-token")
 
         def do_POST(self):
@@ -256,7 +256,7 @@ def test_what_obstore_cannot_be_told_is_left_to_fsspec_and_said(given, says, ser
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 @pytest.mark.usefixtures("clean")
 def test_a_bucket_in_another_region_is_found(backend):
-    """As botocore does: the service is asked where the bucket lies, and the call goes there."""
+    """As botocore does: the service is asked for the bucket's region, and the call is sent there."""
 
     def elsewhere(request):
         region = {"x-amz-bucket-region": "eu-north-1"}
@@ -302,7 +302,7 @@ def test_no_secret_is_in_the_stores_repr_or_its_errors(clean):
 @pytest.mark.parametrize(("status", "code"), [(400, "InvalidToken"), (403, "AccessDenied"), (400, "ExpiredToken")])
 @pytest.mark.usefixtures("clean")
 def test_no_secret_of_a_profile_is_in_an_error(backend, status, code, tmp_path):
-    """As AWS repeats a token in its answer, the server here does."""
+    """AWS may repeat a token in its answer, and so does this server."""
     token = "profile-token-" + "0123456789" * 40
 
     def refuse(request):

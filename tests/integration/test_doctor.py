@@ -1,4 +1,4 @@
-"""The doctor on real ground: an engine's states against its own head, and a store asked from every raylet."""
+"""The doctor on real systems: an engine's states against its own head, and a store checked from every raylet."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_head_makes_vllms_logprobs_of_the_stored_states_and_of_no_others(whi
     compare = doctor_engine.compare
 
     def also_wrong(llm: Any, prompts: Any, states: Any, theirs: Any) -> Agreement:
-        # What a broken cache, an off-by-one or another request's rows would give.
+        # The result of a broken cache, an off-by-one or another request's rows.
         seen["shifted"] = compare(llm, prompts, [s.roll(1, 0) for s in states], theirs)
         seen["zero"] = compare(llm, prompts, [s * 0 for s in states], theirs)
         return compare(llm, prompts, states, theirs)
@@ -48,7 +48,7 @@ def test_the_head_makes_vllms_logprobs_of_the_stored_states_and_of_no_others(whi
 
 
 def test_every_node_is_asked_with_the_drivers_credentials(tiny_model_path, s3, monkeypatch):
-    """Two raylets that were started without credentials; then a driver whose own are wrong."""
+    """Two raylets that were started without credentials, then a driver with wrong credentials."""
     for name in s3.env:
         monkeypatch.delenv(name, raising=False)
     memory = {"num_cpus": 1, "object_store_memory": 100 << 20}

@@ -1,4 +1,4 @@
-"""README's and the pages' commands and snippets, run in order in a copy of the checkout, as a reader would."""
+"""README's and the pages' commands and snippets, run in order in a copy of the checkout, as a user would."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 from tests.harness.snippets import as_program, snippets
 from tests.unit.test_documentation import ROOT, WHOLE
 
-#: The first page waits for the demo as well.
+#: Timeout: the first page also waits for the demo.
 pytestmark = [pytest.mark.pages, pytest.mark.timeout(900)]
 
-#: The demo as a reader's `make demo` runs it, on fewer rows.
+#: The demo of `make demo`, on fewer rows.
 _FEWER = ["input.limit=12", "check_samples=2"]
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that Git tracks, this environment as its ``.venv``, and the demo's run and report in it."""
+    """A copy of the files that Git tracks, with this environment as ``.venv`` and the demo's run and report."""
     folder = tmp_path_factory.mktemp("checkout")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
     for name in filter(None, listed.split("\0")):

@@ -1,4 +1,4 @@
-"""The benchmark of an engine runs: one short round of what is compared most, and of an engine that is toggled."""
+"""The engine benchmark runs: one short round of its main comparison, and one of an engine that is toggled."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def test_a_short_round_of_ours_and_of_vllms_own(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "engine.json").read_text())
     assert [(c["load"], c["sink"]) for c in found["cells"]] == [(LOAD, "direct"), (LOAD, "vllm")]
-    assert all(c["requests"] > 0 and c["tokens_per_s"] > 0 for c in found["cells"])  # a cell proves what it stored
+    assert all(c["requests"] > 0 and c["tokens_per_s"] > 0 for c in found["cells"])  # each cell checks what it stored
     assert {r["what"] for r in found["ratios"]} >= {"durable ÷ vLLM's own, until all is written"}
     assert LOAD in (tmp_path / "engine.md").read_text()
 
 
 def test_captures_are_switched_within_one_engine(tmp_path):
-    """A cell checks by the taps' counters, and the drafter's, that each window captured what its mode says."""
+    """Each cell checks by the counters of taps and drafter that each window captured what its mode says."""
     load = "thin/5/prefill/host"
     argv = ["--loads", load, "--rounds", "1", "--windows", "2", "--seconds", "4", "--results", str(tmp_path)]
     argv = [sys.executable, "-m", "benchmarks.engine", *argv]

@@ -1,4 +1,4 @@
-"""An engine in child processes (two tensor-parallel ranks): the ring is shared memory, this process ships from it."""
+"""An engine in child processes (two tensor-parallel ranks). The ring is in shared memory; this process ships pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.integration.oracle import Oracle
 
 @pytest.fixture
 def two_ranks(tiny_model_path, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # else two ranks on one NUMA node do not start
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # otherwise two ranks on one NUMA node do not start
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     return EngineSpec(
         model=str(tiny_model_path),
@@ -81,7 +81,7 @@ def test_every_rank_ships_what_it_owns_and_a_killed_engine_is_told(two_ranks, ti
 
         for process in psutil.Process().children(recursive=True):
             if "VLLM" in " ".join(process.cmdline()) or "multiprocessing" in " ".join(process.cmdline()):
-                process.kill()  # our own children, by their ids
+                process.kill()  # child processes of this test, by their ids
         with pytest.raises(EngineError):
             replica.submit(Task(3, (tasks[0],))).result(120)
         with pytest.raises(EngineError):

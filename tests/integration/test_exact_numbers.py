@@ -1,4 +1,4 @@
-"""A model whose states say layer, position, token and context: every number through the connector is exact."""
+"""A model whose states contain layer, position, token and context: every number through the connector is exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.integration.exact import BLOCK, CAPTURED, CHUNK, MAX_LEN, Engine, pro
 
 CACHE_BLOCKS = 17  # one is vLLM's null block; the others hold two of the longest requests
 
-#: Model dtype, fields and settings of this process's engines. One lives at a time: vLLM keeps one connector a process.
+#: Model dtype, fields and settings of this process's engines. One runs at a time: vLLM has one connector per process.
 IN_PROCESS = {
     "exact": ("float32", FIELDS, {}),
     "constant": ("bfloat16", ("layer",), {}),
@@ -22,7 +22,7 @@ IN_PROCESS = {
 
 @pytest.fixture(scope="module", params=["exact"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """An engine in this process whose cache holds two of the longest requests."""
+    """An engine in this process. Its cache holds two of the longest requests."""
     dtype, fields, hsx = IN_PROCESS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     with started(
@@ -39,7 +39,7 @@ def test_one_token_and_the_longest_prompt_alone(engine):
 def test_chunked_prefill_beside_other_requests(engine):
     lengths = (1, 31, 32, 33, 63, 64, 65, 100, 129, 200, 255)
     config = engine.llm.llm_engine.vllm_config.scheduler_config
-    assert config.max_num_batched_tokens == CHUNK < max(lengths)  # no step could take the long ones whole
+    assert config.max_num_batched_tokens == CHUNK < max(lengths)  # no step can take a long prompt whole
     engine.run(prompts(2, *lengths))
 
 
@@ -60,7 +60,7 @@ def test_generated_tokens_have_states_too(engine):
 
 def test_preempted_and_resumed_requests(engine):
     before = engine.counter("vllm:num_preemptions")
-    # Three blocks each at first; eight each in the end, where the cache has sixteen.
+    # Each needs three blocks at first and eight in the end, and the cache has sixteen.
     engine.run(prompts(6, 70, 75, 80, 85), new_tokens=160)
     assert engine.counter("vllm:num_preemptions") > before
 
@@ -91,4 +91,4 @@ def test_states_written_straight_into_the_cache_are_the_same(engine, monkeypatch
     monkeypatch.setattr(cache_writes, "write_rows", lambda *a: (written.append(len(a[1])), real(*a)))
     engine.run(prompts(9, 1, 31, 33, 64, 100, 255))
     engine.run(prompts(10, 33, 40), new_tokens=40)
-    assert sum(written) >= 484 + 73 + 2 * 39  # every token, by this way and no other
+    assert sum(written) >= 484 + 73 + 2 * 39  # every token passed through this path only

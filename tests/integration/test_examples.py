@@ -28,7 +28,7 @@ def model(smollm2_path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def run(smollm2_path: Path, model: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """States of layers 1 and 30 (before the norm), in float32, so that on the fly they are the same."""
+    """States of layers 1 and 30 (before the norm), in float32, so that states computed on the fly are equal."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
     samples = []
     before: list[torch.Tensor] = []

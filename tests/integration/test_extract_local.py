@@ -1,4 +1,4 @@
-"""``hsx_dist.extract``: real vLLM in this process, writer threads, a folder; transformers is the oracle."""
+"""``hsx_dist.extract``: real vLLM in this process, writer threads, a folder. The reference is transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ ENGINE = {
     "max_num_batched_tokens": 64,
     "block_size": 32,
 }
-# Small enough for samples of several pages and segments, and requests longer than the ring (512-byte rows of 5 layers).
+# Small enough that samples have several pages and segments, and some requests are longer than the ring (512-byte rows
+# of 5 layers).
 SIZES = {"page_bytes": "40KiB", "segment_bytes": "100KiB", "part_bytes": "200KiB", "in_flight_bytes": "200KiB"}
 
 
@@ -36,14 +37,14 @@ def settings(**changes):
 def prompts() -> list:
     rng = np.random.default_rng(3)
     ids = [rng.integers(0, 300, n).tolist() for n in (1, 2, 15, 16, 17, 63, 64, 65, 100, 200, 255)]
-    shared = rng.integers(0, 300, 48).tolist()  # the same beginning: prefix caching
+    shared = rng.integers(0, 300, 48).tolist()  # the same prefix, for prefix caching
     return [
         *ids,
         *[shared + rng.integers(0, 300, n).tolist() for n in (1, 16, 40)],
         "Plain text goes through the tokenizer.",
         [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}],
         {"id": "named", "text": "A row with an id of its own."},
-        "",  # refused: nothing in it
+        "",  # refused: empty
         {"id": "long", "token_ids": [1] * 256},  # refused: no room for an answer
         {"id": "named", "text": "The id is taken."},  # refused
     ]
@@ -105,7 +106,7 @@ def test_verify_passes_and_names_the_part_of_a_flipped_bit(run, tmp_path):
 
 
 def verify_job(run: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """``ray_jobs/verify.py``, of the run that a configuration names."""
+    """Run ``ray_jobs/verify.py`` on the run of a configuration."""
     (folder / "c.yaml").write_text(f"model: any\noutput: {run}\n")
     command = [sys.executable, "ray_jobs/verify.py", "--config", str(folder / "c.yaml")]
     cwd = Path(__file__).resolve().parents[2]
@@ -129,8 +130,9 @@ def test_another_meaning_is_refused_and_named(run, tiny_model_path):
 
 
 def test_more_rows_go_on_where_the_run_ended_with_their_answers(tiny_model_path, tmp_path):
-    """A second attempt computes what is missing alone; generated tokens have states but for the last one. Rows that no
-    step could hash, ship or template are refused by both attempts."""
+    """A second attempt computes only the missing rows. Generated tokens have states, except the last one. Rows that
+    cannot be hashed, shipped or templated are refused by both attempts.
+    """
     output = tmp_path / "run"
     deep = functools.reduce(lambda value, _: {"a": [value]}, range(300), None)  # 600 levels
     chat = [{"role": "user", "content": "x"}]
@@ -197,7 +199,7 @@ def test_codec_none_with_one_sample_an_object_is_vllms_own_file(tiny_model_path,
 
 
 def test_what_only_the_engine_refuses_costs_that_row_alone_and_is_run_once_corrected(tiny_model_path, tmp_path):
-    """vLLM derives a shorter limit from this folder than the preflight does."""
+    """vLLM derives a shorter limit from this folder than the preflight check does."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model_path, model)
     config = json.loads((model / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""A GPU's defaults, run here: the V2 model runner with asynchronous scheduling (``tests.harness.gpu_defaults``).
+"""A GPU's defaults on a CPU: the V2 model runner with asynchronous scheduling (``tests.harness.gpu_defaults``).
 
 ``make matrix`` runs both runners, with and without asynchronous scheduling, and with two tensor-parallel ranks.
 """

@@ -1,4 +1,4 @@
-"""The kit end to end, with the least that a CPU can: one engine, and checks of every other fate."""
+"""The GPU kit end to end, with the minimum that a CPU can run: one engine, and checks of every other outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 def test_the_kit_writes_a_page_of_what_ran_and_of_what_did_not(tmp_path):
-    case = Case(direct=True, preempt=True)  # vLLM's answer to each is checked in the engine
+    case = Case(direct=True, preempt=True)  # the engine checks vLLM's reaction to each
     planned = [
         *(c for c in kit.plan(tmp_path / "a", 0) if c.cannot),
         *engine_states.checks(tmp_path / "b", 0, [case]),

@@ -1,8 +1,8 @@
-"""Several nodes, as raylets on this machine, with real CPU vLLM: replicas on each, tensor-parallel ones too, and
-nodes that come, drain and vanish while a run goes on.
+"""Several nodes, as raylets on this machine, with real CPU vLLM. Replicas run on each node, tensor-parallel ones, too.
+Nodes are added, drained and killed during a run.
 
-Tensor parallelism *across* nodes is not run here: vLLM's Ray executor refuses CPUs. What is set for it is in
-tests/unit/fleet/test_ray_fleet.py.
+Tensor parallelism *across* nodes is not run here: vLLM's Ray executor refuses CPUs. tests/unit/fleet/test_ray_fleet.py
+checks its settings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.integration
 
 QUICK = {
     "health_check_period_ms": 500,
-    # 10 s: as with Ray's defaults, calls fail (after 1 s) long before a node that vanished is known to be dead.
+    # 10 s: as with Ray's defaults, calls fail (after 1 s) long before Ray declares a killed node dead.
     "health_check_failure_threshold": 20,
     "health_check_initial_delay_ms": 500,
 }
@@ -102,8 +102,9 @@ def check(output, model, wanted):
 
 
 class Meddling:
-    """A fleet that calls ``meddle(fleet, events)`` before and after every poll, keeps the events, and counts the rows
-    that it was given."""
+    """A fleet that calls ``meddle(fleet, events)`` before and after every poll. It keeps the events, and counts the
+    rows that it received.
+    """
 
     def __init__(self, fleet, meddle):
         self.fleet = fleet
@@ -151,7 +152,7 @@ def process_of(actor):
 
 
 def cut_connections(actor):
-    """Those of this process to the actor: it lives, and its answers are lost."""
+    """Shut down this process's connections to the actor: it stays alive, and its answers are lost."""
     to = {c.laddr.port for c in psutil.Process(process_of(actor)).net_connections("tcp") if c.status == "LISTEN"}
     own = [c for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port in to]
     assert own
@@ -161,15 +162,15 @@ def cut_connections(actor):
 
 
 def titles_and_untitled(prefix):
-    """The titles of this process's descendants, and how many were told vLLM's prefix and have no title.
+    """The titles of this process's descendants, and how many have vLLM's prefix in their environment but no title.
 
-    setproctitle gives up without a word where a process has changed the first variable of its environment, and a
-    raylet gives a worker its variables in any order: where LD_LIBRARY_PATH comes first, which a library changes at its
-    import, neither the engine's process nor its ranks have a title.
+    setproctitle silently does nothing in a process that has changed the first variable of its environment. A raylet
+    passes variables to a worker in any order. If LD_LIBRARY_PATH is first, which a library changes on import, the
+    engine's process and its ranks have no title.
     """
     titles, untitled = set(), 0
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has just ended
+        with suppress(psutil.Error):  # the process has just ended
             titles.add(" ".join(process.cmdline()).strip())
             spawned = "--multiprocessing-fork" in process.cmdline()
             untitled += spawned and process.environ().get("VLLM_PROCESS_NAME_PREFIX") == prefix
@@ -182,7 +183,7 @@ def test_two_replicas_on_two_nodes_then_one_of_two_ranks(cluster, model, rows, t
         cluster.add_node(num_cpus=2, object_store_memory=MEMORY)
     cluster.wait_for_nodes()
     nodes: dict[int, str] = {}
-    running: list[tuple[set[str], int]] = []  # what is there when a task is done
+    running: list[tuple[set[str], int]] = []  # titles when the first task is done
 
     def look(fleet, seen):
         nodes.update({n: r.node for n, r in fleet.replicas.items() if r.node})
@@ -194,7 +195,7 @@ def test_two_replicas_on_two_nodes_then_one_of_two_ranks(cluster, model, rows, t
     assert extracting.run_extract(two).exit_status == 0
     assert len(set(nodes.values())) == 2
     assert {e.replica for e in made[0].seen if isinstance(e, TaskDone)} == {0, 1}
-    # Each sends to the writer of its own node.
+    # Each replica sends to the writer on its node.
     receipts = load_manifest(open_place(open_store(str(tmp_path / "two"))).store).receipts
     assert len({r.writer.split("w")[0] for r in receipts if r.part is not None}) >= 2
     check(tmp_path / "two", model, dict(islice(rows[1].items(), 32)))
@@ -213,7 +214,7 @@ def test_two_replicas_on_two_nodes_then_one_of_two_ranks(cluster, model, rows, t
 
 @pytest.mark.slow
 def test_nodes_that_come_drain_and_vanish_cost_no_row(cluster, model, rows, tmp_path, monkeypatch):
-    """With max_tries 1 a row that was blamed once would be lost."""
+    """With max_tries 1, blaming a row once would lose it."""
     nodes = {"first": cluster.add_node(num_cpus=1, object_store_memory=MEMORY)}
     cluster.wait_for_nodes()
 
@@ -223,17 +224,17 @@ def test_nodes_that_come_drain_and_vanish_cost_no_row(cluster, model, rows, tmp_
     def meddle(fleet, seen):
         if "second" not in nodes and done_by(seen, 0):
             nodes["second"] = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
-        if "drained" not in nodes and done_by(seen, 1):  # it waited for room, and the node that came had some
+        if "drained" not in nodes and done_by(seen, 1):  # replica 1 had no room until the new node was added
             assert fleet.replicas[1].node == nodes["second"].node_id
             drain_node(600, address=cluster.address, node=nodes["first"].node_id)
             nodes["drained"] = True
             nodes["third"] = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
-        if "vanished" not in nodes and done_by(seen, 2):  # in the place of the one that left
+        if "vanished" not in nodes and done_by(seen, 2):  # replica 2 replaces the drained one
             assert fleet.replicas[2].node == nodes["third"].node_id
             nodes["vanished"] = True
             pid = process_of(fleet.actor(1))
             cluster.remove_node(nodes["second"], allow_graceful=False)
-            os.kill(pid, 9)  # a worker outlives its raylet for a moment, which a machine's death does not allow
+            os.kill(pid, 9)  # a worker outlives its raylet for a moment, unlike on a machine that fails
 
     made = meddling(monkeypatch, meddle)
 
@@ -264,8 +265,9 @@ def test_nodes_that_come_drain_and_vanish_cost_no_row(cluster, model, rows, tmp_
 def test_a_node_that_vanishes_before_the_flush_and_a_broken_connection_cost_no_row(
     cluster, model, rows, tmp_path, monkeypatch
 ):
-    """With max_tries 1 again, and nothing proven before the end: the vanished node's writer held all rows, and its node
-    counts as alive when they are missed."""
+    """With max_tries 1 again, and nothing proven before the end. The killed node's writer held all rows. Ray still
+    counts its node as alive when the driver misses them.
+    """
     nodes = [cluster.add_node(num_cpus=1, object_store_memory=MEMORY) for _ in range(2)]
     cluster.wait_for_nodes()
     wanted = dict(islice(rows[1].items(), 16))

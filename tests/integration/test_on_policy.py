@@ -1,4 +1,4 @@
-"""The guide on on-policy distillation, from its first block to its last, in one engine with an adapter."""
+"""The guide on on-policy distillation: all its blocks in order, in one engine with an adapter."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 GUIDE = Path(__file__).parents[2] / "docs/guides/on-policy.md"
 LAYERS = (2, 4)
 PROMPTS = [[7, 8, 9, 10, 11], list(range(20, 60))]
-#: The guide's engine compiles the model, and takes bfloat16: the first takes minutes, the second hides errors. In one
-#: process, so that nothing is left if the time is over.
+#: The guide's engine compiles the model and uses bfloat16. Compiling takes minutes, and bfloat16 hides errors. The
+#: engine runs in this process, so that a timeout leaves no process behind.
 _ENGINE = '    MODEL,\n    dtype="float32",\n    enforce_eager=True,\n    distributed_executor_backend="uni",\n'
 _GIVEN = """
 import torch
@@ -42,7 +42,7 @@ torch.save(dict(answers=answers, rollout=rollout, key=key, losses=losses, found=
 
 @pytest.fixture(scope="module")
 def shown(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the guide's blocks leave, and the paths that they were given."""
+    """The results of the guide's blocks, and the paths that they used."""
     folder = tmp_path_factory.mktemp("on-policy")
     adapter, merged = write_adapter(tiny_model_path, folder)
     paths = {"model": str(tiny_model_path), "adapter": str(adapter), "merged": str(merged)}
@@ -78,7 +78,7 @@ def test_the_students_states_are_those_of_its_adapter(shown: dict[str, Any]) -> 
 
 
 def test_the_loss_is_the_divergence_of_the_two_models(shown: dict[str, Any]) -> None:
-    """Of the student from the teacher, both computed whole by transformers, on the generated tokens alone."""
+    """Divergence of the student from the teacher on the generated tokens, both computed by transformers."""
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(shown[name], dtype=torch.float32).eval() for name in ("merged", "model")
     )

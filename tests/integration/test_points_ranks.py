@@ -1,4 +1,4 @@
-"""Points of an engine of two tensor-parallel ranks: heads and experts lie on both, and readers get whole rows."""
+"""Points of an engine with two tensor-parallel ranks. Both ranks have heads and experts; readers get whole rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CAPTURE: dict[str, Any] = {
 
 @pytest.mark.timeout(600)
 def test_two_ranks_store_every_head_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # else two ranks on one NUMA node do not start
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # otherwise two ranks on one NUMA node do not start
     plugin.register()
     write_tiny_tokenizer(tiny_model("qwen3_moe", tmp_path / "model"), 512, 512)
     rows = [{"id": f"row-{len(p)}", "token_ids": p} for p in prompts(21, 1, 31, 33, 100, 150)]

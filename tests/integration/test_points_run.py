@@ -1,4 +1,4 @@
-"""A run with points of a model that vLLM's extraction refuses: what is stored against transformers, and its resume."""
+"""A run with points of a model that vLLM's extraction refuses: its rows against transformers, and its resume."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def extract(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> hsx_di
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    # Numbers whose experts are no near tie in any layer: there rounding decides.
+    # Numbers with which no layer has a near tie between experts, where rounding would decide.
     return [{"id": f"row-{len(p)}", "token_ids": p} for p in prompts(21, 1, 31, 33, 100, 150)]
 
 
@@ -68,10 +68,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]])
 
 
 def check(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Compare every row that a reader gets of the run with the model's.
+    """Compare every row that a reader gets from the run with the model's.
 
     Raises:
-        AssertionError: with the first that differs.
+        AssertionError: names the first row that differs.
     """
     hooked, run = HookedModel(folder / "model"), hsx_dist.open_run(folder / "run")
     assert run.keys() == [row["id"] for row in rows]
@@ -92,7 +92,7 @@ def test_every_stored_row_is_the_models(folder: Path, rows: list[dict[str, Any]]
 
 
 def test_z_is_the_attention_of_the_stored_queries_keys_and_values(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """In the order of heads, each with its own keys; the rotary embedding alone is transformers'."""
+    """Attention per head, each with its keys. Only the rotary embedding is transformers'."""
     rotary, run = HookedModel(folder / "model").model.model.rotary_emb, hsx_dist.open_run(folder / "run")
     for row in rows:
         q, k, v, z = (run[row["id"]].point(name, 2).transpose(0, 1)[None] for name in "qkvz")
@@ -105,7 +105,7 @@ def test_z_is_the_attention_of_the_stored_queries_keys_and_values(folder: Path, 
 
 
 def test_routes_are_the_routers_of_transformers(folder: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    """As a reader has them, a data set, and the export."""
+    """The rows that a reader, a data set and the export return."""
     run, hooked = hsx_dist.open_run(folder / "run"), HookedModel(folder / "model")
     export_run(run, "routing", tmp_path)
     table = pq.read_table(tmp_path / "data-000000.parquet")
@@ -142,7 +142,7 @@ def test_a_plan_says_the_bytes_that_are_stored(folder: Path, rows: list[dict[str
 def test_the_doctor_judges_each_point(
     folder: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the run that is there, instead of a second engine."""
+    """Reads the existing run instead of starting a second engine."""
 
     def stored(config: ExtractConfig, prompts: Any, _: Any) -> None:
         assert [row.token_ids for row in prompts()] == [row["token_ids"] for row in rows]
@@ -165,7 +165,7 @@ def test_the_doctor_judges_each_point(
         ids, points = load_points(sample)
         wrong = {name: points[name].rows.clone() for name in ("mlp_out", "z")}
         wrong["mlp_out"][:, 1:] *= 1.5  # from layer 1 on
-        wrong["z"] *= 1.5  # of layer 2
+        wrong["z"] *= 1.5  # layer 2 only
         return ids, {**points, **{name: replace(points[name], rows=rows) for name, rows in wrong.items()}}
 
     monkeypatch.setattr(doctor_points, "load_points", with_wrong_rows)

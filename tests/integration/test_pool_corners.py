@@ -1,4 +1,4 @@
-"""No setting that is accepted deadlocks: the smallest rings, credits and parts, against requests longer than all."""
+"""No accepted setting deadlocks: the smallest rings, credits and parts, with requests longer than all of them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TOKEN = len(LAYERS) * HIDDEN * 2
 PAGE = CHUNK * TOKEN
 #: (ring, segment, part, credit, sink) in pages.
 CORNERS = [
-    (2, 1, 1, 2, 3),  # everything as small as the settings' checks let it be
+    (2, 1, 1, 2, 3),  # the smallest values that the settings' checks accept
     (4, 2, 64, 2, 2),  # a ring of two segments; a part larger than all credits, which never fills
-    (4, 2, 1, 64, 2),  # credits that never run out, before a sink that always starves
+    (4, 2, 1, 64, 2),  # unlimited credits, with a sink that always waits for memory
     (8, 4, 4, 2, 1),  # the sink holds less than a page
     (3, 1, 64, 2, 64),  # nothing is sealed before the end
 ]
@@ -45,7 +45,7 @@ def states(key: int, tokens: int) -> np.ndarray:
 
 
 def page_refs(outlet: LocalEnd, key: int, tokens: int, segment_tokens: int):
-    """Copies a sample into the ring page by page, waiting while it is full, as the gather does."""
+    """Copies a sample into the ring page by page and waits while the ring is full, like the gather."""
     data = states(key, tokens)
     ids = np.arange(tokens, dtype=np.int64)
     for index, start in enumerate(range(0, tokens, segment_tokens)):
@@ -76,7 +76,7 @@ def test_requests_longer_than_everything_go_through(corner, tmp_path):
     senders = [RaySender([(node, actor)], lambda lost: pytest.fail(str(lost))) for _ in range(2)]
     outlets = [LocalEnd(sender, ring * PAGE) for sender in senders]
     lengths = {0: 100 * CHUNK + 5, 1: 1, 2: 77 * CHUNK, 3: 3}  # the longest is a hundred times the ring
-    for first in (0, 1):  # two replicas, in turns, so that each meets the other's credits
+    for first in (0, 1):  # two replicas in turns, so that each waits for the other's credits
         pairs = [page_refs(outlets[i], 2 * first + i, lengths[2 * first + i], segment * CHUNK) for i in (0, 1)]
         for refs in itertools.zip_longest(*pairs):
             for outlet, ref in zip(outlets, refs, strict=True):
@@ -100,7 +100,7 @@ def test_shares_of_a_writers_credit():
     now = [0.0]
     credit = Credits(100, lambda: now[0])
     assert credit.share("a") == 100
-    assert credit.share("b") == 0  # "a" may have all of it under way until it is heard of again
+    assert credit.share("b") == 0  # "a" may have sent up to its whole share until it reports again
     assert credit.share("a") == 50
     assert credit.share("b") == 50
     assert credit.share("c") == 0

@@ -1,7 +1,7 @@
-"""What dies around the writers, on real processes: no sample that was proven is lost, none is half visible, none twice.
+"""Faults of writers, with real processes: no proven sample is lost, and no sample is half visible or stored twice.
 
-Real Ray actors take pages and store parts in SeaweedFS, through a relay where a fault must strike at one exact moment;
-no engine runs, as it would add nothing but time. The server is scripted where it has to say what SeaweedFS never says.
+Real Ray actors receive pages and store parts in SeaweedFS. A relay is in between where a fault must happen at an exact
+moment. No engine runs: it would only take time. Where SeaweedFS never gives the needed answer, a scripted server does.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _cluster():
 
 @dataclass
 class Pool:
-    """Writers and a sender as a driver and a replica have them, and the driver's way of getting every row stored."""
+    """Writers and a sender, as in a driver and a replica, and the driver's way to get every row stored."""
 
     output: str
     options: dict
@@ -91,15 +91,17 @@ class Pool:
             self.sender.send(list(sample.pages()), lambda _: None)
 
     def flush(self) -> None:
-        """As the driver does: what replicas hold, what writers hold, what they have to tell."""
+        """Flush like the driver: pages of replicas, then pages of writers, then the writers' events."""
         self.sender.flush()
         for _, actor in self.writers:
-            with suppress(RayError):  # what it held is sent again
+            with suppress(RayError):  # the pages that it held are sent again
                 ray.get(actor.flush.remote())
                 self.events += [e for e in ray.get(actor.events.remote(0.05)) if not isinstance(e, Counted)]
 
     def until_proven(self, store: Store, seconds: float = 180) -> int:
-        """Send what no receipt proves, again and again; how often it took. On busy cores Ray starts an actor late."""
+        """Send samples without receipt until all have one. Returns the number of turns. On busy cores Ray starts an
+        actor late.
+        """
         end = time.monotonic() + seconds
         for turn in count(1):
             missing = SAMPLES.keys() - load_manifest(store).samples.keys()
@@ -107,7 +109,7 @@ class Pool:
             self.flush()
             if SAMPLES.keys() == load_manifest(store).samples.keys():
                 return turn
-            assert time.monotonic() < end, f"not proven after {turn} turns: {self.lost[-3:]}"
+            assert time.monotonic() < end, f"expected all samples proven, got {self.lost[-3:]} after {turn} turns"
             time.sleep(0.2)
         raise AssertionError("unreachable")
 
@@ -122,7 +124,7 @@ def new_run(store: Store) -> None:
 
 
 def check_whole(store: Store) -> None:
-    """Every sample is there once, and is what was sent; every part is what its receipt says."""
+    """Every sample is stored once and equals the sent one. Every part equals its receipt."""
     manifest = load_manifest(store)
     assert manifest.samples.keys() == SAMPLES.keys()
     for key, record in manifest.samples.items():
@@ -156,7 +158,7 @@ def weed(tmp_path_factory):
 
 @pytest.fixture
 def gate(weed, request):
-    """A relay before it, options that lead through it, and a url of the test's own."""
+    """A relay before the server, options that lead through it, and a url for this test."""
     with relay(weed.endpoint_url) as made:
         name = re.sub(r"\W+", "-", request.node.name)
         yield made, f"{weed.url}/{name}", {**weed.storage_options, "endpoint_url": made.endpoint_url}
@@ -165,15 +167,15 @@ def gate(weed, request):
 @pytest.mark.parametrize(
     ("when", "verb", "prefix"),
     [
-        ("halfway", "PUT", "data/"),  # in mid upload
-        ("after", "PUT", "data/"),  # the part is stored, and its receipt is not begun
-        ("before", "HEAD", "attempts/0001.closed"),  # it is about to ask whether its attempt is closed
+        ("halfway", "PUT", "data/"),  # during the upload
+        ("after", "PUT", "data/"),  # the part is stored, its receipt not yet sent
+        ("before", "HEAD", "attempts/0001.closed"),  # it is about to check whether its attempt is closed
         ("before", "PUT", "manifest/"),  # between part and receipt
-        ("after", "PUT", "manifest/"),  # the receipt is stored, and nobody was told
+        ("after", "PUT", "manifest/"),  # the receipt is stored, and the writer has not reported it
     ],
 )
 def test_a_writer_killed_while_it_stores_costs_no_sample(when, verb, prefix, pool, gate, weed):
-    """Before SeaweedFS, which keeps what it was given and forgets the rest."""
+    """SeaweedFS keeps complete objects and drops the rest."""
     between, url, options = gate
     store = open_store(url, weed.storage_options)
     new_run(store)
@@ -195,7 +197,7 @@ def test_a_writer_killed_while_it_encodes_costs_no_sample(pool, gate, tmp_path):
     begun = tmp_path / "begun"
 
     def halt(_, marker):
-        """From now on the second layer of a page is never done with."""
+        """From now on the second layer of a page is never finished."""
         from hsx_dist.format.codecs import SplitCodec
 
         real, layers = SplitCodec.encode_into, []
@@ -213,19 +215,19 @@ def test_a_writer_killed_while_it_encodes_costs_no_sample(pool, gate, tmp_path):
     half = random_sample("long", tokens=4000, hidden_size=256)
     pages = list(half.pages())
     p.sender.send(pages[: len(pages) // 2], lambda _: None)
-    while not begun.exists():  # ends: the writer has them
+    while not begun.exists():  # ends when the writer has the pages
         time.sleep(0.01)
     p.kill()
     p.sender.flush()
     assert [lost.segments[0].key for lost in p.lost] == ["long"]
-    p.sender.send(pages[len(pages) // 2 :], lambda _: None)  # the rest of what can no longer become whole
+    p.sender.send(pages[len(pages) // 2 :], lambda _: None)  # the rest of a sample that can no longer become whole
     p.until_proven(store)
     check_whole(store)
     assert "long" not in load_manifest(store).samples
 
 
 def test_a_writer_that_cannot_open_its_store_says_so(pool):
-    """A profile that is on the driver's machine and not on the writer's, for example."""
+    """For example a profile that exists on the driver's machine and not on the writer's."""
     p = pool("s3://b/run", {"profile": "only-elsewhere"}).start()
     p.send([SAMPLES["k00"]])
     p.flush()
@@ -258,7 +260,7 @@ def test_a_second_driver_fences_the_first_off(pool, gate):
 
 
 def test_a_server_that_says_503_for_long_is_waited_for(pool):
-    """Ten minutes, scaled to so many refusals; the writer's patience is scaled alike."""
+    """Ten minutes, scaled down to a number of refusals. The writer's retry time is scaled alike."""
     refusals = [60]
 
     def busy(request):
@@ -278,7 +280,7 @@ def test_a_server_that_says_503_for_long_is_waited_for(pool):
 
 
 def test_a_server_that_stays_away_costs_parts_and_the_rest_goes_on(pool):
-    """Past the time limit the part fails and says why; what fails is sent again, when the server is back."""
+    """After the time limit the part fails with a reason. The driver sends it again when the server is back."""
     away = threading.Event()
     away.set()
 
@@ -312,7 +314,7 @@ def test_a_server_that_answers_a_byte_a_second_is_given_up(made):
 
 
 def test_credentials_that_stop_working_end_the_writer_and_say_so(pool, gate, weed):
-    """From one moment on the server finds every signature wrong: it has another secret for that key."""
+    """From a moment on the server refuses every signature: it has another secret for that key."""
     between, url, options = gate
     store = open_store(url, weed.storage_options)
     new_run(store)
@@ -338,7 +340,7 @@ def test_credentials_that_stop_working_end_the_writer_and_say_so(pool, gate, wee
 
 
 def test_credentials_that_expire_are_looked_up_anew_in_the_writer(pool, tmp_path):
-    """A profile's file is rewritten, as tools that fetch temporary credentials do; the writer reads it anew."""
+    """A profile's file is rewritten, as tools for temporary credentials do. The writer reads it again."""
     profile = tmp_path / "credentials"
 
     def write(key: str) -> None:
@@ -375,7 +377,7 @@ def test_credentials_that_expire_are_looked_up_anew_in_the_writer(pool, tmp_path
 
 
 def test_a_full_disk_ends_the_writer_and_leaves_nothing_behind(pool, tmp_path):
-    """The kernel refuses to let the file grow: as with a full disk, the writer meets it in the middle of a part."""
+    """The kernel refuses to let the file grow. As with a full disk, the writer fails in the middle of a part."""
     store = open_store(str(tmp_path))
     new_run(store)
     p = pool(str(tmp_path), {}).start(part_bytes=400_000)

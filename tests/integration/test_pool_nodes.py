@@ -1,4 +1,4 @@
-"""A whole node dies: several raylets on this machine, writers pinned to them, one is killed without notice."""
+"""A whole node fails: several raylets on this machine with a writer on each. One raylet is killed without notice."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cluster():
 def writers(
     *, writer_cpus: float, answer: Callable[[Request], Answer | None] = lambda _: None
 ) -> Iterator[tuple[RayFleet, Store]]:
-    """One on every node, and the run that they store."""
+    """One writer per node, and the run that they store."""
     with discard_server(answer) as server:
         options = server.storage_options()
         store = open_store("s3://b/run", options)
@@ -78,11 +78,10 @@ def writers(
 
 
 def test_a_node_that_dies_takes_no_sample_with_it(cluster):
-    """Pages meant for its writer go to another node's; the fleet forgets the writer, and starts one on a node that
-    comes."""
+    """Pages for the lost writer go to another node's. The fleet forgets the writer, and starts one on a new node."""
     doomed = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
     with writers(writer_cpus=0) as (fleet, store):
-        while len(fleet.writers.listed) < 2:  # ends: both nodes have room for theirs
+        while len(fleet.writers.listed) < 2:  # ends: both nodes have room for a writer
             fleet.poll(1.0)
         lost = []
         meter = Meter()
@@ -96,12 +95,10 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
         sender.flush()
         assert not meter.gauges()["unanswered_bytes", ""]
         here = dict(fleet.writers.listed)[doomed.node_id]
-        assert load_manifest(store).samples == {}  # all of it is with the writer that will die, and nothing proven
+        assert load_manifest(store).samples == {}  # the writer that will die has all samples, and nothing is proven
         pid = ray.get(here.__ray_call__.remote(lambda _: os.getpid()))
         cluster.remove_node(doomed, allow_graceful=False)
-        os.kill(
-            pid, signal.SIGKILL
-        )  # a worker outlives its raylet for a moment, which a machine's death does not allow
+        os.kill(pid, signal.SIGKILL)  # a worker outlives its raylet for a moment, unlike on a machine that fails
         for _ in range(20):
             send()
             sender.flush()
@@ -112,7 +109,7 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
         assert verify_run(store).ok
         while doomed.node_id in {
             node for node, _ in fleet.writers.listed
-        }:  # ends: Ray tells of the death within seconds
+        }:  # ends: Ray reports the death within seconds
             fleet.poll(0.5)
         assert len(fleet.writers.handles) == 1
         cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
@@ -120,14 +117,14 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
         while len(fleet.writers.handles) < 2:  # ends: the fleet sees the node within seconds
             time.sleep(0.1)
             fleet.poll(0)
-        assert len(fleet.writers.listed) == 1  # not before it lives
-        while len(fleet.writers.listed) < 2:  # ends: the node has room for it
+        assert len(fleet.writers.listed) == 1  # a writer is listed only after it is alive
+        while len(fleet.writers.listed) < 2:  # ends: the node has room for a writer
             fleet.poll(0.5)
         assert doomed.node_id not in dict(fleet.writers.listed)
 
 
 def test_a_writer_that_waits_for_its_cpu_is_waited_for_by_nobody(cluster):
-    """Another job has the CPU of its node, for ever: the run goes on, and ends, with the writers that live."""
+    """Another job keeps the CPU of one node. The run goes on, and ends, with the writers on other nodes."""
     busy = cluster.add_node(num_cpus=1, resources={"busy": 1}, object_store_memory=100 << 20)
     cluster.wait_for_nodes()
 
@@ -138,7 +135,7 @@ def test_a_writer_that_waits_for_its_cpu_is_waited_for_by_nobody(cluster):
     holder = ray.remote(num_cpus=1, resources={"busy": 1})(Holder).remote()
     ray.get(holder.hold.remote())
     with writers(writer_cpus=1) as (fleet, store):
-        while not fleet.writers.listed:  # ends: the other node has room for its own
+        while not fleet.writers.listed:  # ends: the other node has room for a writer
             fleet.poll(0.5)
         assert [node for node, _ in fleet.writers.listed] != [busy.node_id]
         assert list(fleet.writers.of(WriterState.STARTING).values()) == [busy.node_id]
@@ -153,9 +150,9 @@ def test_a_writer_that_waits_for_its_cpu_is_waited_for_by_nobody(cluster):
 
 
 def test_what_goes_to_other_nodes_stays_within_its_bound(cluster):
-    """Writers' credits are of their own node's object store; pages lie in the sender's as well until they are taken."""
+    """Credits count bytes in the writer's node's object store. Until received, pages are in the sender's, too."""
     with writers(writer_cpus=0) as (fleet, store):
-        while not fleet.writers.listed:  # ends: the node has room for its own
+        while not fleet.writers.listed:  # ends: the node has room for a writer
             fleet.poll(0.5)
         lost, unanswered = [], []
         abroad = 2 * max(page.nbytes for sample in SAMPLES.values() for page in sample.pages())
@@ -183,7 +180,7 @@ def test_a_flush_that_is_to_hurry_leaves_a_store_that_is_down_and_the_next_one_f
         return Answer(503)
 
     with writers(writer_cpus=0, answer=answer) as (fleet, store):
-        while not fleet.writers.listed:  # ends: the node has room for its own
+        while not fleet.writers.listed:  # ends: the node has room for a writer
             fleet.poll(0.5)
         sender = RaySender(fleet.writers.listed, lambda _: None)
         for sample in SAMPLES.values():

@@ -86,7 +86,7 @@ def test_a_run_is_read_and_exported_by_rays_tasks(ray_cluster: RayHead, tmp_path
     done = subprocess.run(argv, env={**os.environ, **ray_cluster.env}, capture_output=True, text=True, timeout=280)
     assert done.stdout.strip().endswith("FINE"), done.stderr[-4000:]
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 30
-    # The job's own entry point joins the cluster by itself, and finds all of it there.
+    # The job's entry point joins the cluster without an address, and finds all files written.
     again = [sys.executable, "ray_jobs/export.py", url, str(tmp_path / "out"), "--to"]
     env = {**os.environ, **ray_cluster.env}
     done = subprocess.run([*again, "vllm"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)

@@ -43,7 +43,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(s3):
     env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **s3.env}
-    # Ray's default is ten seconds: this job's actors would have ended before their numbers are seen twice.
+    # With Ray's default of ten seconds, this job's actors would end before their numbers were scraped twice.
     env["RAY_metrics_report_interval_ms"] = "500"
     with ray_head(num_cpus=2, env=env) as head:
         yield Cluster(head, {**os.environ, **env, **head.env})
@@ -107,7 +107,7 @@ def submit(config: Path, cluster, *overrides: str) -> subprocess.CompletedProces
 
 @pytest.fixture(scope="module")
 def scraper(cluster, tmp_path_factory):
-    """A Prometheus that sees the whole of the job; None where there is none (its tests say so)."""
+    """A Prometheus that scrapes the whole job. None if it is not installed (its tests are then skipped)."""
     if prometheus_program() is None:
         yield None
         return
@@ -156,7 +156,7 @@ def test_the_states_in_s3_equal_those_of_transformers(job, rows, s3, tiny_model_
     run = open_run(f"{s3.url}/job", storage_options=s3.storage_options)
     assert set(run.keys()) == set(rows)
     assert {fate.key for fate in run.refused.values()} >= {"empty", "long"}
-    assert len({name.split("-")[2] for name in run.manifest.parts}) == 1  # one writer a node
+    assert len({name.split("-")[2] for name in run.manifest.parts}) == 1  # one writer per node
     oracle = Oracle(tiny_model_path)
     for key, ids in rows.items():
         data = run[key].load(framework="torch")
@@ -222,7 +222,7 @@ def test_the_dashboard_says_what_is_what(finished, cluster, s3):
             return json.load(answer)["data"]["result"]["result"]
 
     actors = {a["name"] for a in listed("actors")}
-    # In a namespace of their run's own.
+    # Actors are in a namespace of their run.
     assert all(a["ray_namespace"] == a["name"].partition("/")[0] for a in listed("actors") if a["name"][:4] == "hsx-")
     assert {re.sub("^hsx-[0-9a-f]{6}", "hsx", n) for n in actors} >= {
         "hsx/replica/0",
@@ -231,11 +231,11 @@ def test_the_dashboard_says_what_is_what(finished, cluster, s3):
     }
     named = {a["name"].partition("/")[2]: a["repr_name"] for a in listed("actors")}
     assert named["writer/n0w0"] == "hsx writer n0w0"
-    # The rows may have been done before the second one was up.
+    # The first replica may finish all rows before the second has started.
     assert {named["replica/0"], named["replica/1"]} & {"hsx replica 0", "hsx replica 1"}
     calls = {t["name"] for t in listed("tasks")}
     assert any(re.fullmatch(r"replica [01]: task \d+, \d+ rows from \d+", name) for name in calls), calls
-    # No call of a job that went well is shown in red (but of a replica that was not up when all was done).
+    # No call of a successful job is shown as failed, except of a replica that had not started when all was done.
     failed = {t["name"] for t in listed("tasks") if t["state"] == "FAILED"}
     assert not any("writer" in name for name in failed), failed
     with api(f"{cluster.head.dashboard_url}/api/jobs/") as answer:

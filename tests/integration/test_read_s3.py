@@ -1,4 +1,4 @@
-"""Reading from a real S3 server: workers that were forked or spawned, a cache, following and removing what is used."""
+"""Reading from a real S3 server: forked and spawned workers, a cache, following, and removal of used parts."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 def test_an_engine_that_captures_a_layer_that_the_model_does_not_have(
     tiny_model_path: Path, tmp_path: Path, monkeypatch
 ):
-    """vLLM alone starts, and stores the states of layer 1 as those of layer 99 too."""
+    """vLLM alone starts, and stores the states of layer 1 as those of layer 99, too."""
     from vllm import LLM
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -1,5 +1,5 @@
-"""The promise of a run: a submitted job loses a replica, a writer, then its driver and its cluster; the same command on
-another cluster ends with exactly the samples of a run that was left alone. Real Ray jobs, real vLLM, a real S3 server.
+"""Resume a submitted job that loses a replica, a writer, then its driver and its cluster. The same command on another
+cluster ends with exactly the samples of an undisturbed run. Real Ray jobs, real vLLM, a real S3 server.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LAYERS = (0, 2, 4)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Five steps a second: a run that lasts long enough to be met in the middle."""
+    """Five steps per second: the run lasts long enough that the test can interrupt it."""
     return unruly_llama(tmp_path_factory.mktemp("model") / "m", step_seconds=0.2, poison_token=POISON, kv_heads=2)
 
 
@@ -83,7 +83,7 @@ def settings(good, model, tmp_path_factory, s3) -> dict[str, Any]:
         "part_seconds": 2,
         "writers": {"num_cpus": 0, "credit_bytes": "512KiB"},
         "task_rows": 4,
-        "max_tries": 2,  # an engine's death less for the row that kills them
+        "max_tries": 2,  # the row that kills its engine fails after two deaths
     }
 
 
@@ -107,7 +107,7 @@ def submit(head: RayHead, s3, config: Path, *overrides: str, wait: bool, name: s
 
 
 def stop(head: RayHead, name: str) -> None:
-    """What ``ray job stop`` asks of the cluster, at once."""
+    """The same request as ``ray job stop``, without waiting."""
     url = f"{head.dashboard_url}/api/jobs/{name}/stop"
     request = urllib.request.Request(url, method="POST", headers={"Authorization": f"Bearer {head.token}"})
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -117,13 +117,13 @@ def stop(head: RayHead, name: str) -> None:
 def until(true: Callable[[], Any], seconds: float = 240) -> Any:
     end = time.monotonic() + seconds
     while not (found := true()):
-        assert time.monotonic() < end, f"not within {seconds} s: {true}"
+        assert time.monotonic() < end, f"expected {true} within {seconds} s"
         time.sleep(0.1)
     return found
 
 
 def processes(head: RayHead, words: str) -> list[psutil.Process]:
-    """Of this cluster alone: descendants of its head whose command line begins with these words."""
+    """Processes of this cluster only: descendants of its head whose command line begins with these words."""
     found = []
     for process in psutil.Process(head.process.process.pid).children(recursive=True):
         try:
@@ -161,7 +161,7 @@ def test_what_dies_and_is_resumed_elsewhere_equals_a_run_that_was_left_alone(set
         kill_one(head, "ray::WriterActor")
         at = proven()
         until(lambda: proven() > at + 5)
-        kill_one(head, "python ray_jobs/extract.py")  # not the shell around it
+        kill_one(head, "python ray_jobs/extract.py")  # not the shell that started it
         until(lambda: not processes(head, "ray::ReplicaActor") and not processes(head, "ray::WriterActor"))
 
     own = open_place(store).store
@@ -185,7 +185,7 @@ def test_what_dies_and_is_resumed_elsewhere_equals_a_run_that_was_left_alone(set
         kept |= {key: (s.attempt, s.segments) for key, s in load_manifest(own).samples.items()}
         assert len(kept) < len(good)
         resumed = submit(head, s3, config, *fewer, wait=True)
-    # A row that killed its engine is a failure, and the job says so; everything else is there.
+    # A row that killed its engine is a failure, and the job reports it. All other rows are stored.
     assert "150 stored, 3 refused, 1 failed" in resumed.stdout, resumed.stdout[-4000:] + resumed.stderr[-1000:]
     assert "attempt 3" in resumed.stdout
     assert resumed.returncode == 1

@@ -1,6 +1,6 @@
-"""What goes with rows, through a real engine: loss masks, metadata, selections, generated answers.
+"""Data of rows through a real engine: loss masks, metadata, selections, generated answers.
 
-The exact-number model's states say which token they are of, so that every selection is checked number by number.
+The exact-number model's states contain their token, so that every selection is checked number by number.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_exactly_the_selected_tokens_with_their_mask_and_metadata(model, tmp_pat
             assert sample.attached()["positions"].tolist() == at
     if select == "all":
         (long,) = (run.manifest.samples["r200"],)
-        assert len(long.segments) > 1  # the mask is of the sample, not of its first segment
+        assert len(long.segments) > 1  # the mask belongs to the sample, not to its first segment
         with pytest.raises(RunMismatch, match="select"):
             extract(model, tmp_path / "run", rows(), **settings | {"select": "last"})
         changed = [{**r, "loss_mask": [1] * len(r["token_ids"])} for r in rows()[1:]]
@@ -103,7 +103,7 @@ def test_the_mean_is_exact(model, tmp_path):
 
 
 def test_chats_with_tools_truncated_and_masked_by_role(tiny_model_path, tmp_path):
-    """Through the model's own template, from a file of Parquet, as a job reads it."""
+    """Templated by the model's own template, from a Parquet file, as a job reads it."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -149,7 +149,7 @@ def test_chats_with_tools_truncated_and_masked_by_role(tiny_model_path, tmp_path
 def plain_answers(
     model: str, prompts: dict[str, list[int]], seeds: dict[str, int], monkeypatch
 ) -> dict[str, list[int]]:
-    """What the same vLLM says without any extraction: prompt and eleven tokens."""
+    """The answers of the same vLLM without extraction: prompt and eleven tokens."""
     from vllm import LLM, SamplingParams
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -164,7 +164,7 @@ def plain_answers(
 
 
 def test_sampled_answers_are_vllms_own_and_the_same_in_a_resumed_run(tiny_model_path, tmp_path, monkeypatch):
-    """The half that is missing is generated beside other rows than in the whole run, and says the same."""
+    """The missing half is generated in a batch with other rows than in the whole run. The answers are equal."""
     prompts = [{"id": f"p{i}", "messages": [{"role": "user", "content": f"Say {i}"}]} for i in range(6)]
     settings: dict[str, Any] = {
         "include_output_tokens": True,
@@ -181,16 +181,16 @@ def test_sampled_answers_are_vllms_own_and_the_same_in_a_resumed_run(tiny_model_
         split = data["meta"]["prompt_tokens"]
         assert data["loss_mask"].tolist() == [0] * split + [1] * (len(data["token_ids"]) - split)
         answers[sample.key] = data["token_ids"].tolist()
-    # Really sampled, and not from vLLM's rejection sampler, which repeats a token (vllm_patches/no_drafts.py).
+    # Sampled, but not by vLLM's rejection sampler, which repeats a token (vllm_patches/no_drafts.py).
     assert len({tuple(a[-11:]) for a in answers.values()}) == 6
     assert all(len(set(a[-11:])) > 5 for a in answers.values())
     info = json.loads((tmp_path / "whole" / "run.json").read_text())
     seeds = {key: row_seed(info["id"], key) for key in answers}
     assert plain_answers(model, {k: answers[k][:-11] for k in answers}, seeds, monkeypatch) == answers
-    # As if the run had been killed after three rows: the receipts of the others are not there.
+    # As if the run had been killed after three rows: the other rows have no receipts.
     first = tmp_path / "half"
     half = hsx_dist.extract(prompts[:3], model=model, output=first, layout="sample", **settings)
-    assert all(sample.token_ids("numpy").tolist() != answers[sample.key] for sample in half)  # another run, other seeds
+    assert all(sample.token_ids("numpy").tolist() != answers[sample.key] for sample in half)  # other run, other seeds
     of_half = json.loads((first / "run.json").read_text())
     del of_half["crc32c"]
     (first / "run.json").write_bytes(dump_json({**of_half, "id": info["id"]}))

@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI server with the connector, the ``openai`` client, states in a real S3 server or in a folder."""
+"""vLLM's own OpenAI server with the connector, the ``openai`` client, and states in a real S3 server or a folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tokenizer(tiny_model_path):
 
 
 def wait_for_the_end(call: Callable[[], object], seconds: float = 30) -> None:
-    """Call until it raises, for so long."""
+    """Call repeatedly until it raises, for at most that time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         call()
@@ -106,7 +106,7 @@ def test_a_stream_and_a_stop_string_answer_no_path_and_store_all_the_same(served
     streamed = list(served.client.completions.create(**ask, stream=True, extra_body=params(hidden_states_key="stream")))
     text = "".join(chunk.choices[0].text for chunk in streamed if chunk.choices)
     assert all(getattr(chunk, "kv_transfer_params", None) is None for chunk in streamed)
-    # Two characters from the middle: they span tokens, so the front end alone finds them.
+    # Two characters from the middle: they span tokens, so only the front end finds them.
     middle = text[len(text) // 2 : len(text) // 2 + 2]
     stopped = served.client.completions.create(**ask, stop=[middle], extra_body=params(hidden_states_key="stop"))
     assert stopped.choices[0].finish_reason == "stop"
@@ -142,7 +142,7 @@ def test_a_wrong_value_and_a_used_key_are_told_in_the_answer_and_by_a_marker(ser
     )
     assert "used before" in second.kv_transfer_params["hidden_states_meta"]["refused"]["hidden_states_key"]
     with pytest.raises(SampleFailed, match="used before"):
-        wait_for_the_end(lambda: served.load(served.at("k")))  # the marker is written beside the answer
+        wait_for_the_end(lambda: served.load(served.at("k")))  # the marker is written after the answer is sent
 
 
 def test_no_request_id_reaches_a_path_outside_of_the_prefix(served):
@@ -264,9 +264,9 @@ def test_without_the_servers_key_no_states_are_answered(served):
 
 
 def metrics(served: Served, wanted: Sequence[str]) -> dict[str, str]:
-    """The server's counters of ours, once all that are ``wanted`` have counted something."""
+    """The server's hidden-states counters, after all ``wanted`` ones have counted something."""
     end = time.monotonic() + 60
-    while True:  # what was stored since the last step is told in the next
+    while True:  # the next step reports the samples stored since the last one
         served.client.completions.create(model="tiny", prompt="Count.", max_tokens=1)
         with urllib.request.urlopen(f"{served.url}/metrics", timeout=10) as answer:
             text = answer.read().decode()
@@ -281,14 +281,14 @@ def test_metrics_show_what_was_stored(served):
     assert float(found["page_bytes_total"]) > 0
     assert float(found["pages_total"]) >= float(found["samples_total"]) >= float(found["stored_total"])
     assert float(found["tokens_total"]) >= float(found["samples_total"])
-    # The writers work in the server's own process: the names are a job's.
+    # The writers run in the server's process. Their metrics have a job's names.
     assert float(found["puts_total"]) >= float(found["parts_total"]) >= float(found["stored_total"]) > 0
     assert float(found["put_seconds_total"]) > 0
     assert set(found) >= {m.in_vllm.removeprefix("vllm:hidden_states_") for m in METRICS if m.served}
 
 
 class Workers:
-    """A server's workers, as ``flush`` asks those of an ``LLM``: over vLLM's route for developers."""
+    """A server's workers for ``flush``, called over vLLM's development route as an ``LLM`` calls its workers."""
 
     llm_engine = SimpleNamespace(engine_core=None)
 
@@ -303,8 +303,10 @@ class Workers:
 
 
 def test_into_a_folder_beside_another_connector(tiny_model_path, tmp_path, oracle, tokenizer):
-    """Inside vLLM's MultiConnector: both hold blocks, ours ships and the other one does not know of it. In a folder no
-    reader ever finds another request's sample, and vLLM's own loader and clean-up work beside ours."""
+    """Inside vLLM's MultiConnector both connectors hold blocks. This one ships, and the other keeps its blocks longer.
+
+    In a folder a reader never finds another request's sample. vLLM's own loader and clean-up work on the same files.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as vllms
 
     other = {
@@ -351,7 +353,7 @@ def test_into_a_folder_beside_another_connector(tiny_model_path, tmp_path, oracl
         inline = served.client.completions.create(
             model="tiny", prompt=prompts[1], max_tokens=1, extra_body={"hidden_states_inline": True}
         )
-        found = decoded(inline.choices[0].hidden_states)  # the settings are MultiConnector's child's
+        found = decoded(inline.choices[0].hidden_states)  # MultiConnector passes the child's settings
         oracle.assert_equal(tokenizer(prompts[1]).input_ids, found["hidden_states"], LAYERS)
 
         for i in range(5):
@@ -360,8 +362,8 @@ def test_into_a_folder_beside_another_connector(tiny_model_path, tmp_path, oracl
             assert served.load(served.at(f"k{i}"), wait=30)["token_ids"].tolist() == tokenizer("One.").input_ids
             served.client.completions.create(prompt="Another.", **ask)
             with pytest.raises(SampleFailed, match="used before"):
-                served.load(served.at(f"k{i}"), wait=30)  # the first time: no moment at which it is taken for "One."
-        metrics(served, ["stored_total", "skipped_total"])  # also by way of MultiConnector
+                served.load(served.at(f"k{i}"), wait=30)  # on the first try: a reader never gets "One."
+        metrics(served, ["stored_total", "skipped_total"])  # MultiConnector passes them on, too
         last = served.client.completions.create(model="tiny", prompt="The end.", max_tokens=1)
-    data = served.load(last.kv_transfer_params["hidden_states_path"])  # of a server that was told to end at once
+    data = served.load(last.kv_transfer_params["hidden_states_path"])  # the server received SIGTERM right after it
     assert data["token_ids"].tolist() == tokenizer("The end.").input_ids

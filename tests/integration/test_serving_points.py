@@ -1,4 +1,4 @@
-"""vLLM's own server with taps: requests of one batch choose other points, and each object and answer has its own."""
+"""vLLM's own server with taps: requests of one batch choose different points, and each object and answer has these."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def check(hooked: HookedModel, ids: list[int], states: dict[str, Any], layers: d
             assert worst_row(states[name][:, at], right[name, layer]) < 2e-5, (name, layer)
 
 
-#: What requests ask for, and what they get.
+#: What requests ask for, and what they receive.
 ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"hidden_states": (0, 5)}),
     ({"hidden_states_points": {"q": [2]}}, {"q": (2,)}),
@@ -102,7 +102,7 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def test_requests_of_one_batch_store_other_points(served: Served, hooked: HookedModel) -> None:
-    """Six requests while a seventh generates: each has the points that it asked for, and their rows are the model's."""
+    """Six requests while a seventh generates. Each gets the points that it selects, and their rows are the model's."""
     (long,), mine = prompts(70, 40), prompts(71, 20, 64, 9, 140, 33, 12)
     body = {"kv_transfer_params": {"hidden_states_key": "long", "hidden_states_points": {"q": [0]}}, "ignore_eos": True}
     stream = iter(
@@ -122,7 +122,7 @@ def test_requests_of_one_batch_store_other_points(served: Served, hooked: Hooked
         ]
         answers = [answer.result().kv_transfer_params for answer in asked]
         answered = time.monotonic()
-        assert answered < ends.result()  # they were of its batches
+        assert answered < ends.result()  # so they were in its batches
     for prompt, answer, (_, layers) in zip(mine, answers, ASKED, strict=True):
         if not layers:
             assert answer["hidden_states_meta"]["saved"] is False
@@ -135,7 +135,7 @@ def test_requests_of_one_batch_store_other_points(served: Served, hooked: Hooked
 
 
 def test_answers_and_the_servers_route_have_points(served: Served, hooked: HookedModel) -> None:
-    """An answer has all points that it asks for; a GET those that it names."""
+    """An answer has all points of its request. A GET returns the points that it names."""
     (ids,) = prompts(72, 50)
     points = {"q": [2], "mlp_out": [1, 3]}
     choice = complete(served, ids, inline=True, hidden_states_points=points).choices[0]

@@ -27,7 +27,7 @@ LAYERS = (2, 15, 27, 30)
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> Path:
-    """Every eleventh row of the demo: some two dozen, chats among them."""
+    """Every eleventh row of the demo: about two dozen, with chats."""
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     lines = (ROOT / "configs" / "demo" / "prompts.jsonl").read_text().splitlines(keepends=True)
     path.write_text("".join(lines[::11]))
@@ -61,7 +61,7 @@ def extract(rows: Path, output: Path, dtype: str) -> str:
 
 
 def plan(rows: Path, output: Path, dtype: str) -> dict[str, Any]:
-    """What ``hsx plan`` says of the same run, before it is looked at."""
+    """The output of ``hsx plan`` for the same run, before the run starts."""
     config = load_config(
         None,
         model="builtin:smollm2-135m-instruct",
@@ -79,7 +79,7 @@ def test_stored_states_are_those_of_transformers(rows, smollm2_path, tmp_path, d
     assert "4 samples against transformers" in said
     run = open_run(str(tmp_path / "run"))
     wanted = [json.loads(line)["id"] for line in rows.read_text().splitlines()]
-    assert run.keys() == wanted  # samples come in the order of their rows
+    assert run.keys() == wanted  # samples are in the order of their rows
     planned = plan(rows, tmp_path / "run", dtype)
     assert planned["tokens"] == sum(record.num_tokens for record in run.manifest.samples.values())
     stored = sum(receipt.size for receipt in run.manifest.parts.values())
@@ -101,7 +101,7 @@ def test_stored_states_are_those_of_transformers(rows, smollm2_path, tmp_path, d
 
 
 def test_a_run_that_version_1_began_is_finished(tmp_path: Path) -> None:
-    """Its driver was killed after six of nine rows. What it proved stays; the rest equals an undisturbed run."""
+    """The driver was killed after six of nine rows. Proven rows stay, and the rest equals an undisturbed run."""
     output = tmp_path / "run"
     shutil.copytree(GOLDEN / "v1-unfinished", output)
     settings = ["enforce_eager=true", "max_model_len=256", "dtype=float32"]

@@ -1,4 +1,4 @@
-"""speculators' own data set on our back end, with no export."""
+"""speculators' own data set on this project's back end, without an export."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_runs_parts_are_never_removed(
     (tmp_path / "link").symlink_to(part.parent)
     places = {"": folder, "run": folder / "run", "data": part.parent, "link": tmp_path / "link"}
     reader = HsxTransfer(None, None, delete_generated=True, storage_path=str(places[storage]))
-    # As if an answer had named it, and it were the object that was loaded.
+    # As if an answer had named the part, and it had been loaded.
     reader._loaded[part.relative_to(places[storage].resolve()).as_posix()] = ({}, "")
     monkeypatch.setattr("hsx_dist.speculators._delete_if", lambda store, name, _: store.delete(name))
     reader.delete(str(part))

@@ -32,21 +32,21 @@ def _store(gcs: GcsServer, url: str, **changes: Any) -> Store:
 
 
 class TestGcs(StoreSuite):
-    has_conditional_puts = False  # this emulator ignores the condition, which the probe finds
+    has_conditional_puts = False  # this emulator ignores the condition, and the probe detects that
 
     @pytest.fixture
     def store(self, gcs: GcsServer) -> Store:
         return _store(gcs, f"{gcs.url}/{uuid.uuid4().hex}/run")
 
     def test_a_conditional_delete_spares_what_was_stored_anew(self, store: Store) -> None:
-        """This emulator ignores the condition, which is found out before anything goes."""
+        """This emulator ignores the condition. The probe detects that before anything is deleted."""
         with pytest.raises(StoreError, match="expected a store with conditional deletes"):
             require_conditional_deletes(store)
         assert list(store.list()) == []
 
 
 def test_the_condition_of_a_delete_and_a_put(gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulator answers as the service does: 412 for another generation, as GCS documents it."""
+    """Make the emulator answer like the service: 412 for another generation, as GCS documents it."""
     store = FsspecStore(f"{gcs.url}/{uuid.uuid4().hex}", gcs.storage_options)
     call = store._fs.call
     asked: list[str] = []

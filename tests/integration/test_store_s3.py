@@ -43,7 +43,7 @@ _backend: Backend = "auto"
 
 @pytest.fixture(autouse=True, params=["fsspec", "obstore"])
 def _with_both(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test runs with both: the same calls, the same errors."""
+    """Every test runs with both back ends: the same calls, the same errors."""
     global _backend
     _backend = request.param
     yield
@@ -157,7 +157,7 @@ def test_missing_bucket_has_its_own_hint(s3: S3Server) -> None:
 def test_unreachable_endpoint(s3: S3Server, url: str) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{s.getsockname()[1]}"  # bound, and nobody listens
+        endpoint = f"http://127.0.0.1:{s.getsockname()[1]}"  # bound, but not listening
         store = _store(s3, url, 0, endpoint_url=endpoint)
         with pytest.raises(Unavailable, match="Check the endpoint's address") as told:
             store.put("a", [b"1"])
@@ -176,7 +176,7 @@ def test_a_server_that_never_answers_is_given_up(s3: S3Server, url: str) -> None
 
 
 def test_a_server_that_never_lets_a_put_begin_is_given_up(s3: S3Server, url: str) -> None:
-    """The client sends `Expect: 100-continue` and waits; no read time-out of its own covers that."""
+    """The client sends `Expect: 100-continue` and waits. None of its read timeouts covers that."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         store = _impatient(s3, url, endpoint_url=endpoint)
@@ -185,7 +185,7 @@ def test_a_server_that_never_lets_a_put_begin_is_given_up(s3: S3Server, url: str
 
 
 def test_throttling_is_waited_out(s3: S3Server, url: str) -> None:
-    """A server that says 503 SlowDown more often than the client alone would bear."""
+    """A server that answers 503 SlowDown more often than the client alone retries."""
     answers = iter([503] * 7 + [200] * 100)
     with _answering(answers) as endpoint:
         store = _store(s3, url, 60, endpoint_url=endpoint)
@@ -220,12 +220,12 @@ def test_large_put_never_joins_the_buffers(s3: S3Server, url: str) -> None:
 
 
 def test_a_large_put_whose_last_answer_is_lost(s3: S3Server, url: str) -> None:
-    """The libraries complete the upload again, which the server then does not know any more."""
+    """The libraries complete the upload again, but the server does not know it any more."""
     content = np.random.default_rng(0).integers(0, 256, 40 << 20, np.uint8)
     with relay(s3.endpoint_url) as between:
         store = _store(s3, url, seconds=60, endpoint_url=between.endpoint_url)
         line = f"POST /{url.removeprefix('s3://')}/large?".encode()
-        between.strike = Strike(line, "after", lambda: None, at=2)  # of the two: begin, complete
+        between.strike = Strike(line, "after", lambda: None, at=2)  # the second of two: begin, complete
         store.put("large", [content])
         assert between.strike.struck.is_set()
     assert bytes(_store(s3, url).get("large")) == content.tobytes()
@@ -238,7 +238,7 @@ def test_a_long_listing_is_paged(s3: S3Server, url: str, monkeypatch: pytest.Mon
         list(pool.map(lambda name: store.put(name, [b"x"]), names))
     assert [o.name for o in store.list()] == names
     assert [o.name for o in store.list("n/", "n/00100")] == names[101:]
-    # As against AWS, which sorts: here this holds within one folder.
+    # As with AWS, which sorts. On this server names are sorted only within a folder.
     monkeypatch.setattr(FsspecStore, "_sorts", lambda _: True)
     assert [o.name for o in store.list("n/", "n/00100")] == names[101:]
 
@@ -267,13 +267,13 @@ def _shows_no_secret(error: BaseException, s3: S3Server, *others: str) -> None:
 
 
 class _answering:  # noqa: N801
-    """An HTTP server on loopback that answers PUTs with the statuses it is given."""
+    """An HTTP server on loopback that answers PUTs with the given statuses."""
 
     def __init__(self, statuses: Iterator[int]):
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
         class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"  # which answers Expect: 100-continue
+            protocol_version = "HTTP/1.1"  # HTTP/1.1 servers answer Expect: 100-continue
 
             def do_PUT(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))

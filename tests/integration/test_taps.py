@@ -1,7 +1,7 @@
 """Every point of real vLLM engines against transformers with hooks, in float32.
 
-Rows are read twice: from the paged cache by the block tables, when the scheduler frees them, and from the pages that
-the connector ships.
+Rows are read twice: from the paged cache by the block tables when the scheduler frees them, and from the pages that the
+connector ships.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ BLOCK, CHUNK, MAX_LEN = 32, 64, 256
 LAYERS = [0, 2, -1]  # the first, a middle and the last
 TOLERANCE = 2e-5  # of the worst row; the engines' differences are below 5e-6
 
-#: All of them with HSX_ALL_TAPS=1. Every point is in one of the three: Qwen3-MoE has all that Qwen3 has.
+#: All models run with HSX_ALL_TAPS=1. These three have every point: Qwen3-MoE has all points of Qwen3.
 ENGINES = (
     [(kind, mode) for mode in ("eager", "compiled") for kind in ("llama", "qwen3", "qwen3_moe", "mixtral")]
     if os.environ.get("HSX_ALL_TAPS")
     else [("llama", "eager"), ("mixtral", "eager"), ("qwen3_moe", "compiled")]
 )
-#: Mutations are of these, which come first: a compiled engine would keep what it has traced.
+#: Mutations use these, so they come first: a compiled engine would keep the traced code.
 EAGER = [engine for engine in ENGINES if engine[1] == "eager"]
 mutates = pytest.mark.parametrize("tapped", EAGER, ids="-".join, indirect=True)
 
@@ -73,11 +73,11 @@ class ShippedRows:
         pass
 
     def chosen(self, key: str = "") -> set[tuple[str, tuple[int, ...]]]:
-        """The points and layers that were shipped, of one request or of all."""
+        """The shipped points and layers, of one request or of all."""
         return {(page.segment.point, page.layer_ids) for page, _ in self.pages if key in ("", page.segment.key)}
 
     def rows(self, key: str, n: int) -> dict[tuple[str, int], torch.Tensor]:
-        """The ``n`` rows of every point and layer of a sample, each shipped once."""
+        """The ``n`` rows of every point and layer of a sample. Each must be shipped once."""
         found: dict[tuple[str, int], torch.Tensor] = {}
         mine = [(page, data) for page, data in self.pages if page.segment.key == key]
         columns = {page.segment.column for page, _ in mine}
@@ -95,7 +95,7 @@ class ShippedRows:
 
 
 class Tapped:
-    """An engine without speculation whose points are read when the scheduler frees a request's blocks."""
+    """An engine without speculation. Its points are read when the scheduler frees a request's blocks."""
 
     def __init__(self, kind: str, mode: str, folder: Path, patch: pytest.MonkeyPatch):
         from vllm import LLM
@@ -135,7 +135,7 @@ class Tapped:
             max_num_batched_tokens=CHUNK,
             block_size=BLOCK,
             enforce_eager=mode == "eager",
-            num_gpu_blocks_override=17,  # two of the longest requests
+            num_gpu_blocks_override=17,  # room for two of the longest requests
             additional_config=additional_config(choice(kind)),
             kv_transfer_config={
                 "kv_connector": "HiddenStatesConnector",
@@ -167,7 +167,7 @@ class Tapped:
         }
 
     def sampling(self, new_tokens: int, asked: dict[str, Any]) -> Any:
-        """For a request of all points and its generated tokens, but for what ``asked`` says."""
+        """Parameters for all points and generated tokens, changed by ``asked``."""
         from vllm import SamplingParams
 
         return SamplingParams(
@@ -179,8 +179,10 @@ class Tapped:
         )
 
     def run(self, wanted: list[list[int]], new_tokens: int = 1, *asked: dict[str, Any]) -> list[Any]:
-        """Generate, and compare every row of every point. ``asked``: of each request, or of all. Returns vLLM's
-        outputs."""
+        """Generate, and compare every row of every point. Returns vLLM's outputs.
+
+        ``asked``: parameters of each request, or one for all.
+        """
         self.read.clear()
         self.shipped.pages.clear()
         given = asked if len(asked) == len(wanted) else [*asked, {}][:1] * len(wanted)
@@ -259,7 +261,7 @@ def test_requests_of_one_batch_choose_other_points(tapped: Tapped) -> None:
 
 @pytest.mark.parametrize("steps", [1, 6])
 def test_an_aborted_request_has_all_points_of_what_was_computed_or_none(tapped: Tapped, steps: int) -> None:
-    """In the middle of its chunked prompt, and while it generates."""
+    """During its chunked prefill, and during decode."""
     tapped.read.clear()
     tapped.shipped.pages.clear()
     (prompt,), key = prompts(13 + steps, 150), f"aborted-{steps}"
@@ -287,7 +289,7 @@ def test_every_point_is_captured(tapped: Tapped) -> None:
 
 @pytest.fixture
 def mutable(tapped: Tapped) -> Iterator[Tapped]:
-    """Its counters are equal again after the test."""
+    """The counters are equal again after the test."""
     yield tapped
     for count in tapped.taps.counts.values():
         count.zero_()
@@ -300,7 +302,7 @@ def test_a_layer_shifted_by_one_is_seen(mutable: Tapped, point: str, monkeypatch
     for number, other in zip(numbers, [int(n) for n in (*numbers[1:], numbers[0])], strict=True):
         monkeypatch.setattr(number, "data", torch.tensor([other]))
     with pytest.raises(AssertionError, match=point):
-        mutable.run(prompts(50 + len(point), 40))  # its own: a prefix hit would have the last test's rows
+        mutable.run(prompts(50 + len(point), 40))  # new prompts: a prefix hit would return the last test's rows
 
 
 @mutates
@@ -327,6 +329,6 @@ def test_a_dead_tap_is_seen_by_its_rows_and_ends_the_running_engine(
     monkeypatch.setattr(module, "_forward_hooks", type(module._forward_hooks)())
     with pytest.raises(AssertionError, match="'attn_out', 0"):
         mutable.run(prompts(7, 40))
-    monkeypatch.setattr(watch, "_next", 0.0)  # ten seconds later
+    monkeypatch.setattr(watch, "_next", 0.0)  # as after ten seconds
     with pytest.raises(EngineError, match=r"got another number from attn_out of layer 0 \("):
         mutable.run(prompts(12, 40))

@@ -1,4 +1,4 @@
-"""Small objects that claim much, by kind, and everything that commands and readers do with them."""
+"""Small objects with large claims, by kind, and all commands and readers of them."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ from hsx_dist.testing.samples import RandomSample, random_sample
 from tests.harness import runs as testing_runs
 from tests.soak.mutations import VALUES, spots
 
-#: Of version 1: its objects have names that are known beforehand.
+#: Objects of version 1, whose names are known in advance.
 store_run = partial(testing_runs.store_run, version=1)
 
 ROWS_READ = 3000
-#: Bytes of a compacted manifest: what is claimed beyond the stored bytes is tested, not large objects.
+#: Bytes of a compacted manifest. The tests need claims beyond the stored bytes, not large objects.
 LARGEST_OBJECT = 16 << 20
 
 Read = Callable[[], object]
 
 
 def run_at(folder: Path, *, complete: bool = True) -> LocalStore:
-    """A small run with a heartbeat, as a driver leaves it."""
+    """A small run with a heartbeat, as a driver stores it."""
     store = LocalStore(folder)
     sample = random_sample("a", 20, layer_ids=(2, 5), hidden_size=16, chunk_tokens=8)
     info = {"first_rows": {"a": "00"}, "created": "2026-01-01T00:00:00+00:00", "id": "x"}
@@ -76,7 +76,7 @@ def run_at(folder: Path, *, complete: bool = True) -> LocalStore:
 
 
 def readers_of(store: LocalStore) -> list[Read]:
-    """What commands and readers do with a run."""
+    """Calls of the commands and readers of a run."""
     return [
         lambda: run_status(store, observe_seconds=0, sleep=lambda _: None),
         lambda: look(store).line(),
@@ -145,7 +145,7 @@ _OBJECTS = ("run.json", "attempts/0001.json", "attempts/0001.heartbeat.json", "a
 
 
 def _claims(value: Any, rng: random.Random) -> Any:
-    """The value with some members of other types, or with large numbers."""
+    """Replace some members of the value by other types or by large numbers."""
     for _ in range(rng.choice([1, 1, 2, 4])):
         places = spots(value, [])
         if not places:
@@ -168,7 +168,7 @@ def members(rng: random.Random, folder: Path) -> list[Read]:
 
 
 def documents(rng: random.Random, folder: Path) -> list[Read]:
-    """JSON that is huge, deep, full of empty lists, or none."""
+    """JSON that is huge, deep or full of empty lists, or bytes that are no JSON."""
     store = run_at(folder)
     deep = 1 << rng.randrange(18)
     lists = 1 << rng.randrange(20)
@@ -187,7 +187,7 @@ def documents(rng: random.Random, folder: Path) -> list[Read]:
     name = rng.choice([*_OBJECTS, "check.json", "manifest/0001/w/000001.json", "manifest/0001/w/000002.json"])
     store.put(name, [body])
     if rng.random() < 0.3:
-        os.truncate(folder / name, 1 << rng.randrange(12, 44))  # a file with holes: its size is a claim, too
+        os.truncate(folder / name, 1 << rng.randrange(12, 44))  # a sparse file: its size is a claim, too
     markers = ["m0.error.json", "m0.safetensors.conflict.json", "m1.failed.json"]
     for marker in markers:
         store.put(marker, [body])
@@ -205,7 +205,7 @@ def documents(rng: random.Random, folder: Path) -> list[Read]:
 
 
 def sealed(body: Any) -> bytes:
-    """A receipt of that body, with its checksum."""
+    """A receipt with this body and its checksum."""
     text = (body if isinstance(body, str) else json.dumps(body, separators=(",", ":"))).encode()
     return b'{"crc32c":"' + crc32c_hex(crc32c(text)).encode() + b'","receipt":' + text + b"}"
 
@@ -281,7 +281,7 @@ def _part_readers(folder: Path) -> list[Read]:
 
 
 def plain_headers(rng: random.Random, folder: Path) -> list[Read]:
-    """A file of vLLM's own connector whose shape is a claim."""
+    """A file of vLLM's own connector with a shape of random size."""
     n, layers, hidden = (1 << rng.randrange(41) for _ in range(3))
     nbytes = n * layers * hidden * 2
     table = {
@@ -296,7 +296,7 @@ def plain_headers(rng: random.Random, folder: Path) -> list[Read]:
 
 
 def part_headers(rng: random.Random, folder: Path) -> list[Read]:
-    """A part whose segments share layers and tables, or whose frames are bombs; every checksum is right."""
+    """A part whose segments share layers and tables, or whose frames are bombs. All checksums are correct."""
     segments, layers = 1 << rng.randrange(12), 1 << rng.randrange(14)
     tokens, hidden = 1 << rng.randrange(8), 1 << rng.randrange(21)
     chunk = min(tokens, max(1, (256 << 20) // (hidden * 4)))
@@ -316,7 +316,7 @@ def part_headers(rng: random.Random, folder: Path) -> list[Read]:
     common["sizes"] = [[len(frame)] * chunks] * layers
     common["crcs"] = [[crc32c(frame)] * chunks] * layers
     items: list[dict[str, Any]] = [{"key": f"k{i}"} for i in range(segments)]
-    if segments * layers * chunks < 4096 and rng.random() < 0.7:  # nothing shared that a writer would not share
+    if segments * layers * chunks < 4096 and rng.random() < 0.7:  # without sharing that no writer does
         items = [{"key": f"k{i}", "sizes": common["sizes"], "crcs": common["crcs"]} for i in range(segments)]
         del common["sizes"], common["crcs"]
     body = {"codec": {"name": "zstd", "level": 1}, "about": {}, "schema": "segments", "common": common}
@@ -335,7 +335,7 @@ def part_headers(rng: random.Random, folder: Path) -> list[Read]:
 
 
 def compress_huffman_zeros(nbytes: int) -> bytes:
-    """A zstd frame of so many zeros, made without holding them."""
+    """A zstd frame of ``nbytes`` zeros, made without holding them in memory."""
     parameters = zstandard.ZstdCompressionParameters(compression_level=1, write_content_size=1)
     packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj(size=nbytes)
     block, packed, left = bytes(1 << 20), [], nbytes
@@ -346,7 +346,7 @@ def compress_huffman_zeros(nbytes: int) -> bytes:
 
 
 def many_segments(rng: random.Random, folder: Path) -> list[Read]:
-    """A run whose receipts claim segments of a long sample that are not there."""
+    """A run whose receipts claim segments of a long sample that do not exist."""
     store = run_at(folder, complete=False)
     body = json.loads((folder / "manifest/0001/w/000001.json").read_text())["receipt"]
     n = 1 << rng.randrange(38)
@@ -361,10 +361,10 @@ def many_segments(rng: random.Random, folder: Path) -> list[Read]:
 
 
 def columns(rng: random.Random, folder: Path) -> list[Read]:
-    """A sample of many columns of zeros, each expanding as far as a part may; or receipts that lie about them."""
+    """A sample of many columns of zeros, each with the largest expansion of a part, or receipts with wrong columns."""
     store = LocalStore(folder)
     testing_runs.write_v1_run(store, {"meaning": {"layers": [3]}, "settings": {}, "id": "x"})
-    # One in ten decodes to more than the memory that is left: with smaller ones no missing check is noticed.
+    # One in ten decodes to more than the remaining memory: smaller ones would not detect a missing check.
     small = rng.random() < 0.2
     shards, width = 1 << rng.randrange(0 if small else 4, 7), 1 << rng.randrange(0 if small else 13, 18)
     tokens = 1 << rng.randrange(6)
@@ -419,7 +419,7 @@ def compressed_lines(rng: random.Random, folder: Path) -> list[Read]:
 
 
 def nothings(n: int, kind: str) -> Any:
-    """A column of one row with ``n`` nulls, which take no bytes."""
+    """A column of one row with ``n`` nulls, which are stored in no bytes."""
     nulls = pa.nulls(n)
     if kind == "fixed":
         return pa.FixedSizeListArray.from_arrays(nulls, n)
@@ -432,7 +432,7 @@ def nothings(n: int, kind: str) -> Any:
 
 
 def tables(rng: random.Random, folder: Path) -> list[Read]:
-    """Arrow and Parquet files in which few bytes stand for many, and damaged ones."""
+    """Arrow and Parquet files in which few bytes stand for many, and damaged files."""
     kind = rng.randrange(8)
     text = "x" * (1 << rng.randrange(24))
     rows = 1 << rng.randrange(12)
@@ -477,8 +477,8 @@ def tables(rng: random.Random, folder: Path) -> list[Read]:
 
 
 def arrow_claims(rng: random.Random, folder: Path) -> list[Read]:
-    """Compressed Arrow files whose buffers claim any length to expand to, in columns, dictionaries or other columns."""
-    length = 8_068_407  # its bytes occur in no other place of the file
+    """Compressed Arrow files whose buffers claim any expanded length, in columns, dictionaries or other columns."""
+    length = 8_068_407  # a number whose bytes occur in no other place of the file
     large: Any = pa.array(["\0" * length])
     if rng.random() < 0.5:
         large = large.dictionary_encode()

@@ -1,10 +1,11 @@
-"""Small objects that claim much: every reader must refuse them, or read them, in little memory and time.
+"""Small objects with large claims: every reader must refuse or read them with little memory and time.
 
     .venv/bin/python -m tests.soak.claims [--objects 2000] [--seed 0]
 
-This process's address space is limited to what it has after its imports, and 256 MiB. Each object is a name, a receipt,
-a compacted manifest, a JSON object, a header or an input file, with a claim multiplied by a power of two. The outcome
-must be a typed error or a result; a MemoryError, another error, or more than ``SLOWEST`` seconds of CPU ends the run.
+The address space of this process is limited to its size after its imports plus 256 MiB. Each object is a name, a
+receipt, a compacted manifest, a JSON object, a header or an input file, with a claim multiplied by a power of two. The
+outcome must be a typed error or a result. A MemoryError, another error, or more than ``SLOWEST`` seconds of CPU end the
+run.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from tests.soak.mutations import LONGEST_MESSAGE
 
 MEMORY = 256 << 20
 SLOWEST = 10.0
-#: Without it every thread reserves address space that it does not use.
+#: Without these each thread reserves address space that it does not use.
 ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "ARROW_DEFAULT_MEMORY_POOL": "system", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def quietly(read: Read) -> str:
-    """The outcome of a reader in a word; whatever is no typed error is raised."""
+    """A reader's outcome in a word. An error that is not an ``HsxError`` is raised."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             read()
@@ -50,7 +51,7 @@ def quietly(read: Read) -> str:
 
 
 def attempt(kind: str, seed: str, limit: int | None) -> Counter[tuple[str, str]]:
-    """Make one object, and read it in every way with the address space limited to ``limit``."""
+    """Make one object, and run every reader on it with the address space limited to ``limit``."""
     tally: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory(prefix="hsx-claims-") as folder:
         readers = KINDS[kind](random.Random(seed), Path(folder))
@@ -70,7 +71,7 @@ def attempt(kind: str, seed: str, limit: int | None) -> Counter[tuple[str, str]]
 
 @contextlib.contextmanager
 def limited(limit: int | None) -> Any:
-    """Limits the address space within the context; what makes the objects may take more."""
+    """Limit the address space within the context. Objects are made outside, where they may take more."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
@@ -85,7 +86,11 @@ def address_space() -> int:
 
 
 def run_limited(objects: int, seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> dict[str, Any]:
-    """``objects`` objects of each kind in another process: its tally. RuntimeError with its output, if it fails."""
+    """Run ``objects`` objects of each kind in another process. Returns its tally.
+
+    Raises:
+        RuntimeError: the process failed. Carries its output.
+    """
     command = [sys.executable, "-m", "tests.soak.claims", f"--objects={objects}", f"--seed={seed}", "--json"]
     command += [f"--kind={kind}" for kind in kinds]
     done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False)

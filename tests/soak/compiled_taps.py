@@ -2,8 +2,8 @@
 
     .venv/bin/python -m tests.soak.compiled_taps
 
-Each start is a process of its own, on a tiny model and the CPU, where vLLM otherwise leaves out its compile mode. The
-rows of each are compared with transformers, and vLLM's counters say what was compiled and what was loaded.
+Each start is a separate process with a tiny model on the CPU, where vLLM by default disables its compile mode. The rows
+of each start are compared with transformers. vLLM's counters show the compiled and the loaded graphs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import hsx_dist
 from tests.harness.hooked_model import HookedModel, tiny_model, worst_row
 from tests.integration.exact import prompts
 
-#: The last layer and ``resid_final`` in particular: nothing reads them later in the graph.
+#: With the last layer and ``resid_final``: no later operation in the graph reads them.
 FIRST = {"hidden_states": [0, 5], "q": [1, 4], "mlp_out": [4], "resid_final": "all", "topk_ids": [2]}
 OTHER = {"hidden_states": [0, 5], "q": [0, 3], "z": [1], "mlp_out": [4], "resid_final": "all"}
-TOLERANCE = 2e-5  # of a row's norm
+TOLERANCE = 2e-5  # relative to a row's norm
 
 
 def compile_on_cpu() -> None:
-    """Keep vLLM's compile mode, which its CPU platform replaces."""
+    """Keep vLLM's compile mode, which vLLM's CPU platform turns off."""
     from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
     from vllm.config import CompilationMode
     from vllm.platforms.cpu import CpuPlatform
@@ -41,11 +41,11 @@ def compile_on_cpu() -> None:
         vllm_config.compilation_config.compile_sizes = []
 
     CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
-    FixFunctionalizationPass.__call__ = lambda *_: None  # it names operators of CUDA
+    FixFunctionalizationPass.__call__ = lambda *_: None  # it refers to CUDA operators
 
 
 def start(folder: Path, name: str, points: dict[str, Any]) -> dict[str, int]:
-    """Run a job in this process, compare its rows, and return vLLM's counters.
+    """Run a job in this process, and compare its rows. Returns vLLM's counters.
 
     Raises:
         AssertionError: a row differs.
@@ -96,7 +96,7 @@ def main() -> None:
             done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
             (said,) = (
                 line for line in done.stdout.splitlines() if line.startswith(f"{which}: ")
-            )  # vLLM logs there, too
+            )  # vLLM also logs to standard output
             (counters,) = (line for line in done.stdout.splitlines() if line.startswith('{"num_'))
             found[which] = json.loads(counters)
             print(said, {n: v for n, v in found[which].items() if "compile" in n or "aot" in n}, flush=True)
@@ -104,7 +104,7 @@ def main() -> None:
         loaded = {which: counted.get("num_aot_artifacts_loaded", 0) for which, counted in found.items()}
         if not (compiled["first"] and compiled["other"] and loaded["second"] and not compiled["second"]):
             raise SystemExit(f"expected compilations, then a load, then compilations, got {compiled} and {loaded}")
-    print("compiled, loaded from the cache, and compiled again for other points: every row is the model's")
+    print("compiled, loaded from the cache, and compiled again for other points. Every row equals the model's.")
 
 
 if __name__ == "__main__":

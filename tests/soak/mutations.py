@@ -1,7 +1,7 @@
-"""Broken and hostile parts, made of the golden ones by chance, and what a reader must make of them.
+"""Random mutations of the golden parts, and the outcomes that are allowed for readers.
 
-So are files of vLLM's own connector, which have no checksums: what is changed in their data is read as it stands, but
-never with an error of another kind, and never out of bounds.
+Files of vLLM's own connector are mutated, too. They have no checksums: a reader returns changed data as stored, but
+raises no untyped error and reads nothing out of bounds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.golden.make import FOLDER
 
 
 def _plain(dtype: str, metadata: dict[str, str] | None) -> bytes:
-    """As vLLM's own connector stores a sample of 19 tokens, three layers of 16."""
+    """A sample of 19 tokens and three layers of 16, as vLLM's own connector stores it."""
     states = torch.from_numpy(np.random.default_rng(1).standard_normal((19, 3, 16))).to(getattr(torch, dtype))
     return save({"hidden_states": states, "token_ids": torch.arange(19)}, metadata)
 
@@ -43,7 +43,7 @@ NUMBERS = [-1, 0, 1, 2, 7, 255, 2**31, 2**32, 2**53, 2**60, 2**63, 2**64, 10**30
 VALUES = [None, True, False, "", "x", "\ud800", [], {}, [[]], [0], {"a": 1}, *NUMBERS]
 LONGEST_MESSAGE = 2000
 
-#: (the mutated object, whether whoever made it could compute checksums anew)
+#: (the mutated object, whether its maker could compute new checksums)
 Mutated = tuple[bytes, bool]
 
 
@@ -58,7 +58,7 @@ def truth(name: str) -> list[tuple[bytes, ...]]:
 
 
 def read_all(data: bytes, told_size: bool = True) -> list[tuple[bytes, ...]]:
-    """Everything that a reader can ask of a part."""
+    """Everything that a reader can read from a part."""
     store = MemoryStore()
     store.objects["p"] = data
     part = Part.open(store, "p", size=len(data) if told_size else None)
@@ -72,13 +72,17 @@ def read_all(data: bytes, told_size: bool = True) -> list[tuple[bytes, ...]]:
 
 
 def outcome(name: str, data: bytes, forged: bool, told_size: bool) -> str:
-    """What a reader made of it, in a word. ``AssertionError`` when it is what must not be."""
+    """A reader's outcome in a word.
+
+    Raises:
+        AssertionError: the outcome is not allowed.
+    """
     try:
         found = read_all(data, told_size)
     except FormatError as e:
         message = str(e)
-        assert "test://memory/p" in message, f"the object is not named: {message}"
-        assert len(message) <= LONGEST_MESSAGE, f"a message of {len(message)} characters: {message[:300]}"
+        assert "test://memory/p" in message, f"expected the object's name in the message, got {message}"
+        assert len(message) <= LONGEST_MESSAGE, f"got a message of {len(message)} characters: {message[:300]}"
         return type(e).__name__
     if found == truth(name):
         return "read, the same"
@@ -87,13 +91,13 @@ def outcome(name: str, data: bytes, forged: bool, told_size: bool) -> str:
 
 
 def mutate(name: str, rng: random.Random) -> tuple[str, Mutated]:
-    """One mutation of a golden part, and what kind it is."""
+    """Mutate a golden part. Returns the kind of mutation and its result."""
     kind = rng.choice(_OF_PLAIN if name in PLAIN else KINDS)
     data, forged = _KINDS[kind](golden(name), rng)
     return kind, (data, forged or (name in PLAIN and kind != "truncated"))
 
 
-# -- bytes, by somebody who computes no checksum ---------------------------------------------------------------------
+# -- bytes, without new checksums ------------------------------------------------------------------------------------
 
 
 def _truncated(data: bytes, rng: random.Random) -> Mutated:
@@ -126,7 +130,7 @@ def _spliced(data: bytes, rng: random.Random) -> Mutated:
         data[:a] + other[min(a, len(other)) :],
     ]
     bad = rng.choice(pieces)
-    return bad, any(bad == golden(name) for name in FILES)  # the first bytes of two may be the same
+    return bad, any(bad == golden(name) for name in FILES)  # two parts may have the same first bytes
 
 
 def _length_lies(data: bytes, rng: random.Random) -> Mutated:
@@ -135,18 +139,18 @@ def _length_lies(data: bytes, rng: random.Random) -> Mutated:
     return struct.pack("<Q", lie) + data[8:], False
 
 
-# -- meaning, by somebody who computes every checksum ----------------------------------------------------------------
+# -- meaning, with correct checksums ---------------------------------------------------------------------------------
 
 
 def _parsed(data: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
-    """The header, the description in it, and the data."""
+    """The header, its description, and the data."""
     (n,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + n])
     return header, json.loads(header["__metadata__"]["hsx"]), data[8 + n :]
 
 
 def _assembled(header: dict[str, Any], metadata: dict[str, str], text: str, content: bytes) -> bytes:
-    """``metadata``: as it was, of which the version stays."""
+    """``metadata``: the previous one, whose version is kept."""
     crc = crc32c_hex(crc32c(text.encode("utf-8", "surrogatepass")))
     header["__metadata__"] = metadata | {"hsx": text, "hsx_crc32c": crc}
     body = json.dumps(header).encode()
@@ -180,7 +184,7 @@ def _description_lies(data: bytes, rng: random.Random) -> Mutated:
         _tampered(description, rng)
     text = json.dumps(description)
     if rng.random() < 0.5:
-        try:  # the table that follows, where one does: what reads the data is then reached
+        try:  # use the table of the changed description, if it is valid: the code that reads the data is then reached
             made = build_header(Description.from_json(text))
         except (FormatError, ValueError, RecursionError):
             pass
@@ -209,7 +213,7 @@ def _table_lies(data: bytes, rng: random.Random) -> Mutated:
 
 
 def _json_lies(data: bytes, rng: random.Random) -> Mutated:
-    """Duplicate names, invalid UTF-8, deep nesting, not-a-numbers, in the header's or the description's text."""
+    """Duplicate names, invalid UTF-8, deep nesting and NaNs, in the text of the header or of the description."""
     header, description, content = _parsed(data)
     text = json.dumps(description)
     at = rng.randrange(len(text))
@@ -230,7 +234,7 @@ def _json_lies(data: bytes, rng: random.Random) -> Mutated:
 
 
 def _chunk_lies(data: bytes, rng: random.Random) -> Mutated:
-    """Another content of a chunk, its size, checksum and the table all right: only the codec can tell."""
+    """Change a chunk's content. Its size, checksum and table stay correct: only the codec can detect the change."""
     header, description, content = _parsed(data)
     if description["schema"] == "vllm":
         return _description_lies(data, rng)
@@ -262,7 +266,7 @@ def _another_chunk(old: bytes, rng: random.Random) -> bytes:
     if choice == 3:  # a bomb
         size = rng.choice([1 << 16, 1 << 22, 1 << 26])
         return raw + _bomb(size)
-    if choice == 4:  # the content's size lies: whatever field it is in
+    if choice == 4:  # a wrong content size, in any of the frame's header fields
         bad = bytearray(frame or b"\x00" * 8)
         bad[4] = rng.randrange(256)
         bad[5 : 5 + rng.randrange(1, 9)] = rng.randbytes(8)
@@ -287,5 +291,5 @@ _KINDS: dict[str, Callable[[bytes, random.Random], Mutated]] = {
     "chunk lies": _chunk_lies,
 }
 KINDS = tuple(_KINDS)
-#: Of files without a description of ours.
+#: Kinds for files without this project's description.
 _OF_PLAIN = ("truncated", "bits flipped", "overwritten", "spliced", "header length lies", "table lies")

@@ -1,9 +1,9 @@
-"""A million tokens of points, from an engine through a run to a data set, every one of them counted and many compared.
+"""A million tokens of points, from an engine through a run to a data set. All are counted and many are compared.
 
     .venv/bin/python -m tests.soak.points [--tokens 1000000]
 
-A tiny model on the CPU. Each token must come once in an epoch of the data set and once in its token batches, with the
-ids that were sent; every hundredth sample is compared with transformers.
+A tiny model on the CPU. Each token must occur once in an epoch of the data set and once in its token batches, with the
+ids of its prompt. Every hundredth sample is compared with transformers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tests.harness.hooked_model import HookedModel, tiny_model, worst_row
 CAPTURE: dict[str, Any] = {"points": {"hidden_states": [0, -1], "q": [2], "mlp_out": [1, 3]}}
 LAYERS = {"q": [2], "mlp_out": [3, 1]}
 COMPARED = 100
-TOLERANCE = 2e-5  # of a row's norm
+TOLERANCE = 2e-5  # relative to a row's norm
 
 
 def check(passed: bool, what: str) -> None:
-    """``SystemExit`` with what went wrong."""
+    """Raise ``SystemExit`` with the message, unless the condition is true."""
     if not passed:
         raise SystemExit(what)
 
@@ -69,7 +69,7 @@ def main() -> None:
         hooked, seen = HookedModel(folder / "model"), set()
         data = hsx_dist.HiddenStatesDataset(run, points=list(LAYERS), layers=LAYERS, shuffle=True, framework="torch")
         for number, item in enumerate(data):
-            check(item["input_ids"].tolist() == rows[item["key"]], f"{item['key']}: other token ids")
+            check(item["input_ids"].tolist() == rows[item["key"]], f"{item['key']}: token ids differ from the prompt's")
             check(item["key"] not in seen, f"{item['key']}: given twice")
             seen.add(item["key"])
             if number % COMPARED == 0:
@@ -77,7 +77,7 @@ def main() -> None:
         check(len(seen) == len(rows), f"expected {len(rows)} samples, got {len(seen)}")
         counted = np.zeros(512, np.int64)
         for batch in hsx_dist.TokenBatches(data, 4096):
-            check(batch["q"].shape[1:] == (4, 32), f"a batch of {tuple(batch['q'].shape)}")
+            check(batch["q"].shape[1:] == (4, 32), f"expected batches of [*, 4, 32], got {tuple(batch['q'].shape)}")
             counted += np.bincount(batch["input_ids"].numpy(), minlength=512)
         sent = np.bincount(np.concatenate([np.array(ids) for ids in rows.values()]), minlength=512)
         check(bool((counted == sent).all()), f"expected {total} tokens in batches, got {counted.sum()}")

@@ -1,9 +1,9 @@
-"""Two hundred thousand mutated parts: each ends in a typed error that names it, or in the numbers that were stored.
-And small objects that claim much, read in little memory (``claims``).
+"""Two hundred thousand mutated parts. Each must end in a typed error that names it, or in the stored numbers.
+Small objects with large claims are read in little memory (``claims``).
 
     .venv/bin/python -m tests.soak.run [--objects 200000] [--seed 0]
 
-Two processes, each with its address space limited; the tally goes to benchmarks/results/soak-format.md.
+Two processes, each with a limited address space. The tally is written to benchmarks/results/soak-format.md.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tests.soak.mutations import FILES, KINDS, PLAIN, mutate, outcome
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "soak-format.md"
 PROCESSES = 2
-MEMORY = 1 << 30  # of address space beyond what the process has after its imports
+MEMORY = 1 << 30  # of address space, in addition to the process's size after its imports
 SLOWEST = 5.0  # seconds of CPU for one object of a few KiB
 
 Tally = Counter[tuple[str, str]]
 
 
 def work(job: tuple[int, int]) -> tuple[Tally, float, int]:
-    """Of ``(seed, count)``: kind and outcome → count, the slowest object's CPU seconds, peak memory gained in bytes."""
+    """Run ``(seed, count)``: kind and outcome → count, slowest object's CPU seconds, peak memory gained in bytes."""
     seed, count = job
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY
@@ -63,7 +63,7 @@ def work(job: tuple[int, int]) -> tuple[Tally, float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objects", type=int, default=200_000)
-    parser.add_argument("--claims", type=int, default=300, help="small objects of each kind that claim much")
+    parser.add_argument("--claims", type=int, default=300, help="small objects with large claims, of each kind")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     about = provenance("numpy", "zstandard", "safetensors")
@@ -93,10 +93,10 @@ def as_markdown(
         "# Mutated parts",
         "",
         f"`make soak`: {sum(tally.values())} objects made of {len(FILES) - len(PLAIN)} golden parts and {len(PLAIN)} "
-        f"plain files (vLLM's own, without checksums), seed {seed}; every one ended "
-        "in a typed error that names the object, or in the numbers that were stored (or, where the mutation came with "
-        "checksums of its own, or the file had none, in the numbers that it meant). No other error, "
-        "none out of time or memory.",
+        f"plain files (vLLM's own, without checksums), seed {seed}. Every one ended "
+        "in a typed error that names the object, or in the stored numbers. Mutations with new checksums and files "
+        "without checksums could also end in the changed numbers. No object caused another error, a timeout or a lack "
+        "of memory.",
         "",
         f"The slowest took {slowest:.2f} s of CPU; a process of {sum(tally.values()) // PROCESSES} objects grew by "
         f"{gained / 2**20:.0f} MiB at most, in an address space limited to {MEMORY >> 20} MiB more than at its start.",
@@ -114,8 +114,8 @@ def as_markdown(
     lines.append(f"| all | {' | '.join(map(str, totals))} | {sum(totals)} |")
     lines += [
         "",
-        f"Small objects that claim much, in an address space limited to {claims.MEMORY >> 20} MiB more than at the "
-        f"start; each was read in every way that a command or a reader has, within {claims.SLOWEST:g} s of CPU:",
+        f"Small objects with large claims, in an address space limited to {claims.MEMORY >> 20} MiB more than at the "
+        f"start. Every command and reader read each of them, within {claims.SLOWEST:g} s of CPU:",
         "",
         "| objects | outcomes |",
         "|---|---|",

@@ -1,6 +1,6 @@
-"""ModelOpt and SpecForge, the real packages, on our exports: ``make trainers`` has their environment.
+"""ModelOpt and SpecForge, the real packages, on this project's exports. ``make trainers`` has their environment.
 
-A trainer's own step on the files gives the loss of the same step on the activations of a transformers model in memory.
+A trainer's step on the files gives the same loss as its step on the activations of a transformers model in memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, memory: Activations) -> Run:
 
 
 def modelopt_model(algorithm: str, target: Path, *, offline: bool) -> tuple[Any, Any]:
-    """(ModelOpt's model that trains a draft, the draft); ``offline``: for states that are read."""
+    """ModelOpt's model that trains a draft, and the draft. ``offline``: the draft trains on stored states."""
     model = load_model(target)
     model.config.num_orig_hidden_layers = NUM_LAYERS
     sizes = {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -65,7 +65,7 @@ def modelopt_model(algorithm: str, target: Path, *, offline: bool) -> tuple[Any,
         draft = {**default_eagle_config, **sizes, "use_aux_hidden_state": True, "use_last_layernorm": True}
         settings = {"eagle_offline": offline, "eagle_use_torch_compile": False, "eagle_architecture_config": draft}
         mtsp.convert(model, [("eagle", settings)])
-        assert model.eagle_config.eagle_aux_hidden_state_layer_ids == AFTER  # ModelOpt's own choice
+        assert model.eagle_config.eagle_aux_hidden_state_layer_ids == AFTER  # ModelOpt's default
         return model.train(), model.eagle_module
     head: dict[str, Any] = {
         "dflash": {},
@@ -101,7 +101,7 @@ def test_modelopts_step_has_the_loss_on_our_files_that_it_has_with_the_model(
     tokens = {name: x for name, x in batch.items() if name != "base_model_outputs"}
     losses = []
     for model, given in ((online, tokens), (offline, batch)):
-        torch.manual_seed(2)  # of the anchors
+        torch.manual_seed(2)  # seed of the anchors
         losses.append(model(**given).loss)
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
     losses[1].backward()
@@ -152,7 +152,7 @@ def test_specforges_step_has_the_loss_on_our_files_that_it_has_in_memory(
     losses = []
     for given in (batch, own):
         step = provider.build(draft_model(algorithm, target))
-        torch.manual_seed(2)  # of the anchors
+        torch.manual_seed(2)  # seed of the anchors
         out = step.forward_loss(given)
         out.loss.backward()
         losses.append(out.loss.item())
@@ -161,7 +161,7 @@ def test_specforges_step_has_the_loss_on_our_files_that_it_has_in_memory(
 
 
 def specforge_batch(algorithm: str, folder: Path) -> TrainBatch:
-    """The first batch, of all samples, as SpecForge's offline reader, loader and collator make it."""
+    """The first batch, of all samples, from SpecForge's offline reader, loader and collator."""
     data = builtin_algorithm_registry().resolve(algorithm).providers.offline_for("text")
     reader = data.build_reader(str(folder), run_id="test", ttt_length=3, max_len=TOKENS)
     loader = FeatureDataLoader(
@@ -177,7 +177,7 @@ def specforge_batch(algorithm: str, folder: Path) -> TrainBatch:
 
 
 def test_specforges_eagle3_reads_the_files(run: Run, target: Path, memory: Activations, tmp_path: Path) -> None:
-    """Its step is not run: the model needs Triton."""
+    """The training step is not run: the model needs Triton."""
     export_run(run, "specforge-eagle3", tmp_path, ExportOptions(model=str(target)))
     got = specforge_batch("eagle3", tmp_path).tensors
     assert torch.equal(got["input_ids"], memory.input_ids)

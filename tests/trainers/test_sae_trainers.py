@@ -1,4 +1,4 @@
-"""SAELens and dictionary_learning, the real packages, on a run of ours: ``make trainers`` has their environment."""
+"""SAELens and dictionary_learning, the real packages, on a run. ``make trainers`` has their environment."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WIDTH, DIRECTIONS = 24, 6
 
 
 def sparse_states(i: int, tokens: int) -> np.ndarray[Any, Any]:
-    """``[tokens, 2, WIDTH]`` float32: sums of two of a few directions, what a sparse autoencoder finds."""
+    """``[tokens, 2, WIDTH]`` float32: sums of two of a few directions, which a sparse autoencoder finds."""
     directions = np.random.default_rng(0).standard_normal((DIRECTIONS, WIDTH))
     rng = np.random.default_rng(i + 1)
     picks = rng.integers(DIRECTIONS, size=(tokens, 2))
@@ -85,7 +85,7 @@ def test_saetrainer_learns_from_the_provider_and_estimates_the_runs_factor(run: 
     x = torch.cat(list(islice(provider(), 8)))
     sae = autoencoder(run, HOOK, "expected_average_only_in")
     config, factors = trainer_config(400), []
-    config.n_checkpoints = 1  # at its half: after ``fit`` SAELens has no factor any more
+    config.n_checkpoints = 1  # a checkpoint at half of the steps: after ``fit`` SAELens has no scaling factor any more
 
     def checkpoint(checkpoint_path: Path | None) -> None:
         factors.append(trainer.activation_scaler.scaling_factor)
@@ -94,7 +94,7 @@ def test_saetrainer_learns_from_the_provider_and_estimates_the_runs_factor(run: 
     before = unexplained(sae, x)
     trainer.fit()
     factor = compute_statistics(run, [15]).layers[15].norm_factor
-    assert sae.cfg.normalize_activations == "none"  # folded into its weights: it takes states as stored
+    assert sae.cfg.normalize_activations == "none"  # the scale is folded into its weights: it takes states as stored
     assert factors == [pytest.approx(factor, rel=0.02)]
     assert unexplained(sae, x) < 0.2 * before
     assert before > 0.5
@@ -130,7 +130,7 @@ def test_saelens_store_reads_the_export(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_guides_blocks_train_with_both_packages(tmp_path: Path) -> None:
-    """From its first block to its last, as a reader would."""
+    """All blocks run from first to last, as a user would run them."""
     run = stored(tmp_path / "run", (5, 15))
     store_statistics(run, compute_statistics(run, [15], skip_first=1))
     blocks = [s for s in snippets(GUIDE) if s.language == "python"]

@@ -1,4 +1,4 @@
-"""Whether the time that a call takes is in proportion to the size of what it is given."""
+"""Check that a call's time grows in proportion to the size of its input."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def check_linear(make: Callable[[int], Callable[[], object]], n: int, what: object = "") -> None:
-    """Fail when ``make(4 * n)()`` takes 8 times the CPU time of ``make(n)()``; quadratic work takes 16 times as much.
+    """Fail if ``make(4 * n)()`` takes 8 times the CPU time of ``make(n)()``. Quadratic work takes 16 times as much.
 
     Times below 0.1 s are not compared: choose ``n`` so that quadratic work on ``4 * n`` takes a second.
     """
@@ -19,7 +19,7 @@ def check_linear(make: Callable[[int], Callable[[], object]], n: int, what: obje
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    gc.disable()  # a collection looks at all objects of the process
+    gc.disable()  # a collection visits all objects of the process
     try:
         before = time.thread_time()
         call()

@@ -1,4 +1,4 @@
-"""docs/capture.md against the code: the tables of points and presets, and the bytes that each point takes."""
+"""docs/capture.md against the code: the tables of points and presets, and the bytes of each point."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROW = {
     "experts": "`experts`",
     "top_k": "`top_k`",
 }
-#: The sizes of Qwen3-4B, and for the points of a router those of Mixtral-8x7B.
+#: The sizes of Qwen3-4B. Points of a router have those of Mixtral-8x7B.
 _DENSE = Qwen3Config(
     hidden_size=2560,
     intermediate_size=9728,
@@ -35,7 +35,7 @@ _MOE = MixtralConfig()
 
 
 def rows_of_registry() -> list[tuple[str, ...]]:
-    """The table's rows, as the code would write them."""
+    """The table's rows, generated from the code."""
     found = []
     for name, point in POINTS.items():
         text = _MOE if point.width in ("experts", "top_k") else _DENSE
@@ -64,7 +64,7 @@ def test_the_table_of_presets_is_the_codes() -> None:
     found = {name.strip("`"): points for name, points in table("| preset | points |")}
     assert found.keys() == PRESETS.keys()
     for name, points in PRESETS.items():
-        if name != "full":  # said in words
+        if name != "full":  # described in words
             assert tuple(re.findall(r"`(\w+)`", found[name])) == points
     stored = {name for name, point in POINTS.items() if point.alias_of is None}
     assert set(PRESETS["full"]) == stored - {"hidden_states"}

@@ -1,4 +1,4 @@
-"""README and docs: every block is run by some test, every link leads somewhere, every public name has its entry."""
+"""README and docs: a test runs every block, every link has a target, every public name has an entry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness.snippets import Snippet, as_program, snippets
 
 ROOT = Path(hsx_dist.__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-#: Pages whose blocks a test of their own runs, or that show what needs a server or a cluster which that test has.
+#: Pages whose blocks another test runs. Some show commands for a server or cluster, which that test starts.
 RUN_BY = {
     "docs/format.md": "tests/unit/format/test_golden.py",
     "docs/receipts.md": "tests/unit/format/test_receipts_page.py",
@@ -34,13 +34,13 @@ RUN_BY = {
     "docs/guides/ray-cluster.md": "tests/integration/test_ray_job.py",
     "docs/guides/spot.md": "tests/integration/test_nodes_of_a_run.py",
 }
-#: Pages whose commands no test here can run, and what stands in for it.
+#: Pages whose commands no test here can run, and the checks that replace them.
 NOT_RUN = {
     "docs/guides/kubernetes.md": "needs Docker and Kubernetes; tests/unit/config/test_cluster_files.py checks the file",
     "docs/guides/one-gpu-machine.md": "needs a GPU and Qwen3-8B; tests/unit/config/test_configs.py loads the file",
     "docs/guides/laptop.md": "the quickstart's calls, compiled, which takes minutes; the same test loads the file",
 }
-#: Pages that tests/integration/test_documentation.py runs from their first block to the last.
+#: Pages that tests/integration/test_documentation.py runs from first to last block.
 WHOLE = ("README.md", "docs/quickstart.md", "docs/guides/watching.md", "docs/guides/interpretability.md")
 
 
@@ -57,7 +57,7 @@ def test_every_block_is_run_somewhere(snippet: Snippet, monkeypatch: pytest.Monk
     page = name(snippet.page)
     by = snippet.run_by or RUN_BY.get(page)
     if by is not None:
-        assert (ROOT / by).is_file(), f"{snippet.where}: {by} is not there"
+        assert (ROOT / by).is_file(), f"{snippet.where}: expected the file {by}, got none"
     elif snippet.language == "yaml":
         for variable in re.findall(r"\$\{env:(\w+)\}", snippet.text):
             monkeypatch.setenv(variable, "x")
@@ -115,7 +115,7 @@ def names_by_file() -> dict[str, list[str]]:
 
 
 def test_every_test_that_the_connectors_page_names_is_there():
-    """Its tables say of each behaviour and rule which test would notice its break: ``file: test…``, or one alone."""
+    """Each row of its tables names the test that detects a break of the behaviour: ``file: test…``, or a file alone."""
     known = names_by_file()
     rows = [line for line in (ROOT / "docs/connector.md").read_text().splitlines() if line.startswith("|")]
     named = [(row, word) for row in rows for word in re.findall(r"`([^`]*test_[^`]*)`", row)]

@@ -1,4 +1,4 @@
-"""The guide's code, as it stands there."""
+"""The Python and shell blocks of the guides, run as written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GUIDE = GUIDES / "training.md"
 
 
 def run_python(blocks: Sequence[Snippet], names: dict[str, Any]) -> list[Snippet]:
-    """Run the Python blocks in order with these ``names``; returns them."""
+    """Run the Python blocks in order with these ``names``. Returns the blocks."""
     python = [block for block in blocks if block.language == "python"]
     names["__name__"] = "guide"
     for block in python:
@@ -46,7 +46,7 @@ def run_python(blocks: Sequence[Snippet], names: dict[str, Any]) -> list[Snippet
 
 
 def run_commands(block: Snippet, variables: Mapping[str, str]) -> None:
-    """Run each line, a command of ``hsx``, in this process."""
+    """Run each line, a ``hsx`` command, in this process."""
     for line in block.text.splitlines():
         program, *words = shlex.split(line)
         assert program == "hsx"
@@ -174,7 +174,7 @@ def test_the_guide_on_routing_replay_reads_what_is_exported(tmp_path: Path) -> N
 def test_the_guide_on_looking_inside_sees_the_answer_and_the_sentiment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its code on what transformers computes; `make pages` runs the page with vLLM."""
+    """The guide's code on states from transformers. `make pages` runs the page with vLLM."""
     folder = Path(resolve_model(SMOLLM2))
     hooked, tokenizer = HookedModel(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
@@ -198,7 +198,7 @@ def test_the_guide_on_looking_inside_sees_the_answer_and_the_sentiment(
             exec(compile(block.text, block.where, "exec"), names)
     lines = capsys.readouterr().out.splitlines()
     lens, probe = (block.text.splitlines() for block in blocks if block.language == "text")
-    # The page shows what is printed. The last digits are of the arithmetic.
+    # The page shows the printed lines. Their last digits depend on the arithmetic.
     printed = [line.rpartition(" ")[0] for line in lines if line.startswith("layer ")]
     assert len(printed) == 31
     assert printed[-len(lens) :] == [line.rpartition(" ")[0] for line in lens]
@@ -212,7 +212,7 @@ def test_the_guide_on_looking_inside_sees_the_answer_and_the_sentiment(
         ids = names["sample"].token_ids("torch")[None]
         right = hooked.model(ids, output_attentions=True).attentions[15][0].numpy()
     np.testing.assert_allclose(attention, right, atol=1e-5)
-    drawn = gather_attention(names["run"], [names["sample"].key], None)  # of the built-in model without --model
+    drawn = gather_attention(names["run"], [names["sample"].key], None)  # of the built-in model if --model is left out
     assert drawn is not None
     assert [layer.layer for layer in drawn.layers] == [0, 15]
     np.testing.assert_array_equal(drawn.layers[1].patterns, attention)

@@ -1,4 +1,4 @@
-"""Imports point one way, and what reads a run needs neither Ray, vLLM nor torch."""
+"""Imports have one direction, and reading a run needs neither Ray, vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scripts.house import type_names
 
 PACKAGE = Path(hsx_dist.__file__).parent
 
-#: Which rooms of the house each room may look into; itself always.
+#: Package → packages that it may import, in addition to itself.
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"config", "errors", "format", "jobs", "model_parts", "page", "reading"},
     "errors": set(),
@@ -99,7 +99,7 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 
-#: Where the heavy packages may be imported: a path, or a folder.
+#: Heavy packages → files or folders that may import them.
 HEAVY: dict[str, tuple[str, ...]] = {
     "ray": ("ray_arguments.py", "writers/ray_pool.py", "observe/ray_metrics.py", "fleet/", "jobs/", "ray.py"),
     "vllm": ("connector/", "vllm_patches/", "taps/", "fleet/", "inputs/encode.py", "jobs/"),
@@ -122,7 +122,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "transformers": ("connector/", "inputs/encode.py", "jobs/", "models/"),
 }
 
-#: Torch's data sets, which must be torch's.
+#: Torch's data sets must inherit from torch's classes.
 TORCH_DATA = {
     "reading/datasets.py",
     "reading/map_dataset.py",
@@ -130,26 +130,26 @@ TORCH_DATA = {
     "reading/packed.py",
     "reading/token_batches.py",
 }
-#: Rooms that load nothing heavy when they are imported.
+#: Packages that import nothing heavy.
 LIGHT = {"reading", "exporting", "model_parts", "cli", "models", "testing", "config", "store", "format"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Every module that ``tree`` imports, anywhere in it."""
+    """Every module that ``tree`` imports, also inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            # `from hsx_dist import x`: x is a room, or a name of the package itself
+            # `from hsx_dist import x`: x is a package, or a name of hsx_dist itself
             yield from (
                 (f"{node.module}.{name.name}" for name in node.names) if node.module == "hsx_dist" else [node.module]
             )
 
 
 def imports_on_loading(body: list[ast.stmt]) -> Iterator[str]:
-    """What a module imports when it is itself imported: not in functions, not for the type checker."""
+    """The modules that are imported with a module: not in functions, not for the type checker."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -220,14 +220,14 @@ def test_loading_needs_neither_ray_nor_vllm_nor_torch(module: str) -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    """Imports in functions count too."""
+    """Imports in functions count, too."""
     names = {".".join(path.with_suffix("").relative_to(PACKAGE.parent).parts): path for path in MODULES}
     names = {name.removesuffix(".__init__"): path for name, path in names.items()}
     graph = {name: {other for other in _imported(path, names) if other != name} for name, path in names.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as e:
-        pytest.fail(f"these import each other: {' -> '.join(e.args[1])}")
+        pytest.fail(f"expected no import cycle, got {' -> '.join(e.args[1])}")
 
 
 def _imported(path: Path, names: Collection[str]) -> Iterator[str]:
@@ -252,7 +252,7 @@ def test_a_type_name_stands_for_one_type() -> None:
 
 
 def test_a_module_name_stands_for_one_module() -> None:
-    """But for a command, which is named as what it calls, and for the base of a room."""
+    """Exceptions: commands have the name of the function that they call, and each package may have a ``base``."""
     found = Counter(path.stem for path in MODULES if room(path) != "cli" and path.stem not in ("__init__", "base"))
     assert [name for name, count in found.items() if count > 1] == []
 

@@ -1,4 +1,4 @@
-"""AMX that is claimed and not described."""
+"""A CPU that claims AMX without describing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON of unknown size: what is taken, what is refused, and at what cost."""
+"""JSON of unknown size: accepted and refused texts, and their cost."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ LONG = " ".join(["word"] * 31)
 
 def test_sources_of_all_folders_are_checked():
     folders = {path.relative_to(ROOT).parts[0] for path in files() if path.suffix == ".py"}
-    assert folders == {"hsx_dist", "benchmarks", "scripts", "examples", "ray_jobs"}
+    assert folders == {"hsx_dist", "benchmarks", "scripts", "examples", "ray_jobs", "tests"}
 
 
 def test_all_pages_and_sources_are_clean():

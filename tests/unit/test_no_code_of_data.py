@@ -1,4 +1,4 @@
-"""Where the package may call what loads code, pickles or typed tables: each in the few modules that guard it."""
+"""Functions that load code, pickles or typed tables are used only in the few modules that guard them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import hsx_dist
 
 PACKAGE = Path(hsx_dist.__file__).parent
 
-#: Name → the modules that use it. They take what they load from a configuration or a command, never from a run.
+#: Name → the modules that use it. They load what a configuration or a command names, never what a run names.
 USED_BY = {
     "trust_remote_code": {
         *("jobs/check.py", "jobs/doctor.py", "inputs/encode.py", "jobs/preflight.py", "connector/object_writer.py"),
-        "jobs/reference.py",  # False: it asks for transformers' own class
+        "jobs/reference.py",  # it passes False, for transformers' own class
     },
     "AutoTokenizer": {"inputs/encode.py", "connector/object_writer.py"},
     "AutoConfig": {"jobs/doctor.py", "jobs/preflight.py"},
@@ -25,13 +25,13 @@ USED_BY = {
     "choose_decoder": {"jobs/decode.py", "cli/inspect.py", "cli/report.py"},
     "load_decoder": {"jobs/decode.py"},
     "snapshot_download": {"model_parts/model_files.py"},
-    # These decode an Arrow schema, and with it the extension types that a library registered.
+    # These decode an Arrow schema, and with it registered extension types.
     "open_stream": {"inputs/arrow_files.py"},
     "ParquetFile": {"inputs/arrow_files.py"},
     "open_file": {"inputs/arrow_files.py"},
-    # The conformance suites pickle codecs and errors that they made. The reader's processes run this package alone.
+    # The conformance suites pickle their own codecs and errors. The reader's processes run this package alone.
     "pickle": {"testing/codec_suite.py", "testing/store_suite.py", "inputs/reader.py", "inputs/reader_child.py"},
-    # Pickles settings to see whether Ray can, and loads nothing.
+    # Pickles settings to check that Ray can, and loads nothing.
     "cloudpickle": {"ray_arguments.py"},
 }
 #: No module uses these.
@@ -58,9 +58,9 @@ def test_only_guarded_modules_use_what_loads_code() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Call(func=ast.Name(id="eval" | "exec" | "__import__")):
-                    raise AssertionError(f"{place}:{node.lineno}: expected no call of eval, exec or __import__")
+                    raise AssertionError(f"{place}:{node.lineno}: got a call of eval, exec or __import__")
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="torch" | "np" | "numpy"), attr="load")):
-                    raise AssertionError(f"{place}:{node.lineno}: expected no torch.load or numpy.load: they unpickle")
+                    raise AssertionError(f"{place}:{node.lineno}: got torch.load or numpy.load, which unpickle")
                 case ast.Name(id=name) | ast.Attribute(attr=name) | ast.keyword(arg=name) | ast.alias(name=name):
                     found[str(name)].add(place)
                 case ast.FunctionDef(name=name):

@@ -1,4 +1,4 @@
-"""What cannot go to Ray's actors and tasks: Ray's own error would print credentials."""
+"""Values that cannot be sent to Ray's actors and tasks. Ray's own error would print credentials."""
 
 from __future__ import annotations
 

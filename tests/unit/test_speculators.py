@@ -1,4 +1,4 @@
-"""speculators' back end compares an answer's identity with the object's."""
+"""speculators' back end compares an answer's identity with the object's identity."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_another_requests_sample_is_neither_read_nor_removed(tmp_path, meta, is_
     else:
         with pytest.raises(SampleConflict, match="expected the sample of request"):
             transfer.get_generated(answer)
-    transfer.delete(path)  # speculators does so after an error too
+    transfer.delete(path)  # speculators calls it after an error, too
     assert (tmp_path / NAME).exists() != is_its_own
 
 
 @pytest.mark.parametrize("error", ["used before", None])
 def test_what_was_not_loaded_stays(tmp_path, error):
-    """Its request failed, or ``wait`` was over while its lock was held: the object is an earlier request's."""
+    """The request failed, or ``wait`` was over while its lock was held: the object is an earlier request's."""
     store_a(tmp_path)
     path = str(tmp_path / NAME)
     transfer = HsxTransfer(None, wait=0, delete_generated=True, storage_path=str(tmp_path))
@@ -56,7 +56,7 @@ def test_what_was_not_loaded_stays(tmp_path, error):
 
 @pytest.mark.parametrize("identities", [(A, B), (None, None)])
 def test_an_object_that_was_stored_anew_since_it_was_loaded_stays(tmp_path, identities):
-    """Another request's of the same path."""
+    """The new object belongs to another request of the same path."""
     path = str(tmp_path / "q" / NAME)
     transfer = HsxTransfer(None, wait=0, delete_generated=True, storage_path=str(tmp_path))
     for seed, identity in enumerate(identities):

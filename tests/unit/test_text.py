@@ -1,4 +1,4 @@
-"""Text of clients on terminals and in logs."""
+"""Clients' text on terminals and in logs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_numbers_of_other_libraries_are_numbers_in_json():
 
 
 PACKAGE = Path(hsx_dist.__file__).parent
-#: The only modules that write to a terminal, or make a logger.
+#: Only these modules write to a terminal or make a logger.
 MAY_PRINT, MAY_LOG = {"observe/console.py"}, {"logger.py"}
 SHOWN = [p for p in sorted(PACKAGE.rglob("*.py")) if "testing" not in p.parts]
 

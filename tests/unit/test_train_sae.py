@@ -1,4 +1,4 @@
-"""The example on sparse autoencoders at a small size, and the hooks' names."""
+"""The sparse autoencoder example at a small size, and the hooks' names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.reading.test_points import run_of
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """States that are sums of two of twelve directions: channels depend on one another."""
+    """States that are sums of two of twelve directions: channels are correlated."""
     path = str(tmp_path_factory.mktemp("run") / "run")
     directions = np.random.default_rng(0).standard_normal((12, 32))
     samples = []
@@ -82,7 +82,7 @@ def test_a_provider_resumes_at_the_next_batch(url: str, hooks: str | list[str]) 
     resumed = provider()
     resumed.load_state_dict(state)
     assert all(torch.equal(batch(resumed), x) for x in expected)
-    made.load_state_dict(state)  # also after it has begun
+    made.load_state_dict(state)  # also after iteration has begun
     assert torch.equal(batch(made), expected[0])
     fresh = provider()
     fresh.load_state_dict(provider().state_dict())  # before the first batch
@@ -91,7 +91,7 @@ def test_a_provider_resumes_at_the_next_batch(url: str, hooks: str | list[str]) 
 
 
 def test_hooks_of_points_give_whole_rows(tmp_path: Path) -> None:
-    """``q`` has two shards of heads, and layers 3 and 7; ``mlp_out`` layer 7 alone."""
+    """``q`` has two shards of heads and the layers 3 and 7. ``mlp_out`` has layer 7 only."""
     made = point_sample("a", odd=False)
     run = run_of(made.segments(0), store=open_store(str(tmp_path)))
     rows = {(p, i): run["a"].point(p, i).flatten(1).float() for p, i in (("q", 3), ("q", 7), ("mlp_out", 7))}

@@ -8,7 +8,7 @@ from triton.backends.compiler import BaseBackend
 
 
 def _unused(*_: Any) -> Any:
-    raise NotImplementedError("expected TRITON_INTERPRET=1: this backend compiles nothing")
+    raise NotImplementedError("this backend cannot compile. Set TRITON_INTERPRET=1.")
 
 
 Backend = type("Backend", (BaseBackend,), dict.fromkeys(BaseBackend.__abstractmethods__, _unused))

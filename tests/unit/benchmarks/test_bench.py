@@ -1,4 +1,4 @@
-"""What the benchmarks make of their cells, and what the one table makes of their results."""
+"""The benchmarks' results from their cells, and the summary table from their results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIGURES = ("tokens_per_s", "tokens_per_cpu_s", "durable_tokens_per_s", "synced_t
 
 
 def cell(sink: str, turn: int, *figures: float, **more) -> dict:
-    """``figures``: a window each."""
+    """``figures``: one per window."""
     return {
         "load": "thin/5/prefill/pinned", "sink": sink, "round": turn, "windows": len(figures), "window_s": 20.0,
         "each": [dict.fromkeys(FIGURES, f) for f in figures], "durable_s": 21.0, "durable_bytes_per_s": 1e8,
@@ -64,7 +64,7 @@ def test_goals_are_for_loads_that_they_were_made_for():
     ("count", "ranks"), [(1, (0, 0)), (5, (0, 4)), (6, (0, 5)), (9, (1, 7)), (15, (3, 11)), (27, (7, 19))]
 )
 def test_the_interval_of_a_median(count, ranks):
-    """By the tables of the sign test."""
+    """Against the sign test's tables."""
     assert engine_report.interval([*range(count)][::-1]) == list(ranks)
 
 
@@ -80,7 +80,7 @@ def test_each_window_of_a_toggled_load_has_a_switch_and_a_kind():
     ("load", "sink", "meant"),
     [
         ("thin/5/prefill/host", "taps-sink", True),
-        ("thin/5/prefill/host", "taps-cache", False),  # five states are much for what it computes
+        ("thin/5/prefill/host", "taps-cache", False),  # five states are many for its little computation
         ("smollm2/4/decode/host", "taps-cache", True),
         ("smollm2/31/decode/host", "taps-cache", False),
         ("smollm2/full/decode/host", "taps-sink", False),
@@ -105,7 +105,7 @@ def test_what_is_seen_of_windows_is_of_them_alone():
     assert watch.within(windows) == {"memory_peak": 50, "memory_growth": 1, "server_cpu_s": 1.5}
     with pytest.raises(RuntimeError, match="got none"):
         watch.within([*windows, {"start": 10, "full": 10, "answered": 11, "durable": 12}])
-    # What grows until vLLM's cache is full does not count, where there are looks enough after it.
+    # Growth until vLLM's cache is full does not count, if there are enough samples after it.
     watch._seen = [(t, min(t, 30) * 100, 0.0) for t in range(60)]
     assert watch.within([{"start": 0, "full": 31, "answered": 59, "durable": 59}])["memory_growth"] == 0
     assert watch.within([{"start": 0, "full": 58, "answered": 59, "durable": 59}])["memory_growth"] == 100
@@ -114,7 +114,7 @@ def test_what_is_seen_of_windows_is_of_them_alone():
 def test_a_process_that_ended_does_not_end_the_watch():
     watch = processes.Watch(os.getpid(), None)
     zombie = subprocess.Popen(["true"])
-    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and its status is not yet collected
     start = time.monotonic()
     with watch.looking():
         pass

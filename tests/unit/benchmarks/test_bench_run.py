@@ -1,4 +1,4 @@
-"""A benchmark that fails is told, with what it had measured by then, and leaves nothing running."""
+"""A benchmark that fails is reported with the results so far, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ place = pathlib.Path(sys.argv[sys.argv.index("--results") + 1])
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """``made(more)``: runs a benchmark whose program ends with the lines ``more``."""
+    """``made(more)``: run a benchmark whose program ends with the lines ``more``."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     results = tmp_path / "results"
     results.mkdir()
@@ -67,5 +67,5 @@ def test_one_that_takes_too_long_ends_with_all_that_it_started(made, tmp_path: P
     pid = int((tmp_path / "pid").read_text())
     end = time.monotonic() + 30
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end, "it is still there"
+        assert time.monotonic() < end, "expected the child process to end"
         time.sleep(0.05)

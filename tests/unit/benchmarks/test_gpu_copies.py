@@ -1,4 +1,4 @@
-"""The GPU benchmark's code, on a CPU: what it copies is right, and without a GPU it claims nothing."""
+"""The GPU benchmark's code on a CPU: its copies are correct, and without a GPU it reports no result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Keeping(NullSender):
-    """Copies of what it is sent, by request and first token."""
+    """Copies of the received pages, by request and first token."""
 
     def __init__(self) -> None:
         self.pages: dict[str, dict[int, np.ndarray]] = {}
@@ -42,7 +42,7 @@ class Keeping(NullSender):
 @pytest.mark.parametrize("order", ["LTH", "TLH"])
 @pytest.mark.parametrize("ring_bytes", [1 << 22, 1 << 17])
 def test_both_ways_copy_the_same(order: str, ring_bytes: int, monkeypatch: pytest.MonkeyPatch):
-    """Also where the ring holds but two pages, and must go round."""
+    """Also if the ring holds only two pages, and must wrap."""
     monkeypatch.setattr(ways, "PAGE_BYTES", 1 << 16)
     shape = Shape("tiny", 3, 256, 10 * BLOCK - 5, order)
     kept = Keeping()
@@ -63,7 +63,7 @@ def test_the_pages_are_the_connectors():
 
 
 def test_it_needs_torch_and_numpy_alone():
-    """A machine that has a GPU need not have vLLM, nor anything else of ours."""
+    """A machine with a GPU may have neither vLLM nor any other dependency of this project."""
     code = """
 import sys
 import benchmarks.gpu.copies
@@ -76,7 +76,7 @@ print(*sorted(found & {"vllm", "ray", "transformers", "pydantic", "yaml", "zstan
 
 
 def test_copies_beside_a_product_are_copies():
-    """In the mode in which all of it runs, and with what fails there told: no copies would slow nothing."""
+    """In inference mode, like the benchmark. Errors of the copies are raised: without copies nothing would slow down."""
     shape = Shape("tiny", 2, 256, 100, "LTH")
     kept = Keeping()
     with torch.inference_mode(), closing(Ways(Cache(shape, 12, CPU), 1 << 22, kept)) as both:

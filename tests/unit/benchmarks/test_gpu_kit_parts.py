@@ -1,4 +1,4 @@
-"""The kit's programs where no engine and no GPU is needed."""
+"""The parts of the GPU kit that need no engine and no GPU."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_copies_claim_what_they_measured(result, monkeypatch):
 
 
 class Engine:
-    """In the place of ``engine_cell.Cell``: an answer a step."""
+    """Replaces ``engine_cell.Cell``: one answer per step."""
 
     def __init__(self, spec) -> None:
         self.spec, self.sent, self.stored, self.under_way = spec, 0, 0, 0
@@ -173,7 +173,7 @@ def test_the_set_up_makes_an_environment_once(tmp_path):
 
 
 def test_the_kit_needs_only_what_its_environment_has():
-    """Its modules and tests/gpu, where only the packages that ``scripts/gpu.py`` installs can be imported."""
+    """Its modules and tests/gpu. Only the packages that ``scripts/gpu.py`` installs can be imported."""
     done = subprocess.run([sys.executable, "-c", ONLY_ITS_PACKAGES], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" in done.stdout or "passed" in done.stdout

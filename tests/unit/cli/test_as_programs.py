@@ -1,4 +1,4 @@
-"""Commands as programs: in a run's own folder, whose files are no settings and no code, and on other terminals."""
+"""Commands as programs, in a run's folder, whose files must not act as settings or code, and on other terminals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
 from tests.harness.runs import store_run
 
-#: Files that libraries, or Python itself, look for in the working folder.
+#: Files that libraries, or Python itself, read from the working folder.
 PLANTED = (
     *(".numba_config.yaml", "matplotlibrc", ".env", "pyproject.toml", "setup.cfg", "tokenizer.json", "config.json"),
     *("numpy.py", "pip.py", "pip/__main__.py", "sitecustomize.py", "usercustomize.py", "numba.py", "matplotlib.py"),
@@ -39,7 +39,7 @@ main(sys.argv[1:])
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with files that are no objects of a run."""
+    """A run with files that do not belong to it."""
     path = tmp_path_factory.mktemp("run")
     sample = random_sample("a", 300, hidden_size=512, layer_ids=(1, 2), chunk_tokens=300, odd=False)
     store_run(open_store(str(path)), [sample])
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("ls", "."), 0),
         (("status", "."), 0),
         (("cat", ".", "a", "--out", "{out}/a.safetensors"), 0),
-        (("report", ".", "--output", "{out}/page.html"), 2),  # matplotlib would read its settings there
+        (("report", ".", "--output", "{out}/page.html"), 2),  # matplotlib would read its settings from this folder
     ],
 )
 def test_no_command_reads_settings_or_code_of_its_working_folder(

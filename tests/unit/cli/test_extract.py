@@ -22,7 +22,7 @@ def run(*args: str) -> int:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExtractConfig]:
-    """The configurations that reach the extraction, which is left out here: these tests are about the command line."""
+    """The configurations that reach the extraction, which is replaced: these tests cover the command line."""
     from hsx_dist.jobs import extract as engine_room
     from hsx_dist.observe.summary import RunSummary
 

@@ -1,4 +1,4 @@
-"""``hsx ls``, ``show`` and ``verify`` on a run that the real writer stored."""
+"""``hsx ls``, ``show`` and ``verify`` on a run stored by the real writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run names is not loaded: ``hsx report`` and ``hsx show`` decode tokens by the viewer's ``--tokenizer``."""
+"""Names in a run load nothing: ``hsx report`` and ``hsx show`` decode tokens by the viewer's ``--tokenizer``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stored(path: Path, meaning: Any, ids: tuple[int, ...] = (0, 1)) -> str:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model's folder whose tokenizer has code, which makes the file ``ran`` when it is imported."""
+    """A model's folder whose tokenizer has code. The code makes the file ``ran`` on import."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = tmp_path / "model"

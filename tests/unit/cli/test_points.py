@@ -1,4 +1,4 @@
-"""Commands over a run of points: what is shown, written and refused."""
+"""Commands on a run of points: their output, written files and refusals."""
 
 from __future__ import annotations
 

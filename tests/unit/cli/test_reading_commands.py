@@ -1,4 +1,4 @@
-"""``hsx cat``, ``export``, ``gc``, ``rm``, ``verify`` and the fuller ``show``, on runs that the real writer stored."""
+"""``hsx cat``, ``export``, ``gc``, ``rm``, ``verify`` and the full ``show``, on runs stored by the real writer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def mask_of(sample: RandomSample) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def own(root: Store) -> Store:
-    """The store of the run's own objects."""
+    """The store of a run's objects."""
     return open_place(root).store
 
 
@@ -60,7 +60,7 @@ def hsx(*args: str) -> int:
 
 
 def test_show_reads_the_layers_of_a_small_sample_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load for each of thousands of layers, each of which reads all of them, would take minutes."""
+    """One load per layer, each of which reads thousands of layers, would take minutes."""
     layers = tuple(range(500))
     made = MemoryStore()
     store_run(made, [random_sample("a", 9, layer_ids=layers, hidden_size=4, odd=False)], codec=NoneCodec())
@@ -105,7 +105,7 @@ def test_cat_writes_what_was_asked_for(store: Store, tmp_path: Path) -> None:
 
 
 def test_an_attached_name_replaces_nothing_that_a_sample_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writers refuse these names now; parts that have them stay readable."""
+    """Writers refuse these names now. Parts with such names stay readable."""
     names = ("hidden_states", "token_ids", "layer_ids", "input_ids", "key", "meta", "file", "allow_pickle", "label")
     monkeypatch.setattr("hsx_dist.format.container_write.RESERVED_NAMES", frozenset())
     store = open_store(str(tmp_path / "run"))
@@ -180,7 +180,7 @@ def test_gc_removes_what_no_receipt_names_and_nothing_else(store: Store, capsys:
     for name in (*garbage, "data/notes.txt"):
         run.put(name, [b"x" * 100])
     store.put("other/part.safetensors", [b"x"])
-    # Neither another run nor other people's files.
+    # Removes neither another run nor unrelated files.
     others = ["run-20261123/run.json", "run-0123456789abcdef/attempts/0001.json", "manifest/train.csv"]
     for name in others:
         store.put(name, [b"x"])
@@ -347,7 +347,7 @@ def test_verify_takes_samples_and_goes_on(store: Store, tmp_path: Path, capsys: 
     damaged = bytearray(run.get(name))
     damaged[-1] ^= 1
     run.put(name, [bytes(damaged)])
-    said = verify("--resume", notes)  # it was noted as sound, and is not read again
+    said = verify("--resume", notes)  # it was recorded as sound, and is not read again
     assert (said["known"], said["parts"], said["ok"]) == (3, 3, True)
     assert verify("--workers", "1", status=1)["problems"][0]["part"] == name
     assert hsx("verify", store.url, "--sample", "0") == 2

@@ -1,4 +1,4 @@
-"""What stored objects and clients wrote never reaches a terminal as it is, by any command, with and without --json."""
+"""No command writes text of stored objects or clients to a terminal unescaped, with and without --json."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_summary_of_an_extraction(store):
     manifest = load_manifest(store)
     print_summary(RunSummary.of(f"u{HOSTILE}", manifest), manifest, Console(file=out, width=1000), None)
     text = out.getvalue()
-    assert "[bold]" in text  # as it is, not as markup
+    assert "[bold]" in text  # as text, not as markup
     assert ":smile:" in text
     assert all(line.isprintable() for line in text.split("\n")), ascii(text)
 

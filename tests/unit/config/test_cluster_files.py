@@ -1,8 +1,8 @@
-"""The files for KubeRay and for Ray's cluster launcher: fields that exist, and what they promise.
+"""The files for KubeRay and for Ray's cluster launcher: their fields exist, and have the documented effect.
 
-KubeRay's own schema (1.4 MB, a Kubernetes pod's at four places) is not here. ``OWN`` lists the fields that KubeRay
-itself has, as its RayJob v1 of August 2026 declares them; the file was held against the whole schema, unknown fields
-refused, when it was written. ``POD`` lists what of a pod's fields the file may use.
+KubeRay's schema (1.4 MB, with a Kubernetes pod's schema four times) is not in the repository. ``OWN`` lists KubeRay's
+own fields, as its RayJob v1 of August 2026 declares them. When the file was written, it was checked against the whole
+schema, which refuses unknown fields. ``POD`` lists the pod fields that the file may use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hsx_dist.jobs.preflight import installed
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
-#: Where (a path, * for a list's items) → fields: name, or name: values that it may have.
+#: Path (* for a list's items) → fields: a name, or a name with its allowed values.
 OWN: dict[str, dict[str, tuple[Any, ...]]] = {
     "": dict.fromkeys(
         [
@@ -149,7 +149,7 @@ def test_kuberay_knows_every_field(job, path):
 
 def test_the_pods_are_well_formed_and_run_as_nobody_in_particular(job):
     for group in groups(job):
-        assert all(isinstance(v, str) for v in group["rayStartParams"].values())  # KubeRay takes nothing else
+        assert all(isinstance(v, str) for v in group["rayStartParams"].values())  # KubeRay accepts only strings
         assert set(group["template"]) <= set(POD["template"].split())
         pod = group["template"]["spec"]
         assert set(pod) <= set(POD["spec"].split())
@@ -183,7 +183,7 @@ def test_a_pod_has_time_to_drain_and_the_driver_to_stop(documents, job):
     command = gpu["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     assert command[:2] == ["hsx", "drain"]
     assert float(command[command.index("--seconds") + 1]) < gpu["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert settings.wait_seconds > 0  # the autoscaler's first node is waited for
+    assert settings.wait_seconds > 0  # the autoscaler needs time for the first node
     assert job["backoffLimit"] >= 1
     assert settings.resume == "allow"
 
@@ -206,7 +206,7 @@ def test_the_pod_monitor_finds_the_pods_and_their_port(documents, job):
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "ray").glob("*.yaml")), ids=lambda p: p.name)
 def test_rays_launcher_takes_the_cluster_file(path):
-    """Ray's own schema, which comes with it."""
+    """Ray's schema, from its package."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     cluster = yaml.safe_load(path.read_text())

@@ -1,4 +1,4 @@
-"""Every configuration that the repository ships can be loaded, and its small claims hold."""
+"""Every configuration in the repository can be loaded, and has the values that its comments promise."""
 
 from __future__ import annotations
 

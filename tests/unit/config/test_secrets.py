@@ -165,7 +165,7 @@ def test_pydantic_shows_none_either() -> None:
     assert SECRET not in str(e.value)
 
 
-#: url → what is shown of it. Each has a credential.
+#: URL → its redacted form. Each has a credential.
 WITH = {
     f"s3://key:{SECRET}@b/x": "s3://b/x",
     f"s3://key:{SECRET}/with/slashes@b/x": "s3://b/x",
@@ -201,7 +201,7 @@ WITH = {
     f"https://h/x#access_token={SECRET}": "https://h/x",
     f"zip://a::https://h/x?sig={SECRET}": "zip://a::https://h/x",
 }
-#: url → what is shown of it. None has a credential.
+#: URL → its redacted form. None has a credential.
 WITHOUT = {
     "s3://b/x": "s3://b/x",
     "s3://b": "s3://b",
@@ -247,7 +247,7 @@ def test_a_credential_in_a_url_is_found_and_not_shown(url: str, monkeypatch: pyt
     with pytest.raises(ConfigError) as e:
         open_store(url)
     assert SECRET not in str(e.value)
-    # The input may have them where a library finds them, and shows none.
+    # The input may have credentials in places that its library reads. It shows none.
     text = ""
     with suppress(ConfigError):
         config = load_config(None, output="o", model="m", input={"path": url})
@@ -406,7 +406,7 @@ def test_an_endpoint_of_another_form_may_hold_a_credential(endpoint: str) -> Non
     assert not list(secret_paths({"endpoint_url": "http://${env:HOST}:9000"}))
 
 
-#: What texts repeat. Each begins a pattern of the module, or is a step in one, very often.
+#: Repeated pieces of texts. Each is the start of a pattern of the module, or one of its steps, very often.
 REPEATED = [
     *(
         "a",
@@ -446,7 +446,7 @@ REPEATED = [
     ],
 )
 def test_time_grows_with_the_length_of_a_text_and_not_its_square(call: Callable[[str], Any]) -> None:
-    """Settings that a run stores reach these functions: 200 KB of blanks must not stop ``hsx top`` for minutes."""
+    """Settings of a run reach these functions. 200 KB of blanks must not stop ``hsx top`` for minutes."""
 
     def make(first: str, repeated: str, length: int) -> Callable[[], None]:
         text = first + repeated * (length // len(repeated))

@@ -1,4 +1,4 @@
-"""A recording stand-in for the calls to ``torch.cuda`` that copies make. Nothing is asynchronous; order is recorded."""
+"""A recording replacement for the calls to ``torch.cuda`` that copies make. All calls are synchronous."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ DEVICE = torch.device("cuda", 1)
 
 
 class RecordedCuda:
-    """Takes the place of ``torch.cuda``'s functions. ``ended``: numbers of events up to which all work has ended.
-    ``lost``: each later call raises, as after a sticky error."""
+    """Replaces ``torch.cuda``'s functions.
+
+    ``ended``: all work up to these event numbers has ended. ``lost``: each later call raises, as after a sticky error.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.calls: list[str] = []

@@ -15,7 +15,7 @@ HIDDEN, LAYERS = 8, (1, 2)
 
 
 def outlet_on(tmp_path, *, store=None, markers=None, locks=True, apart=False, about=None, **settings) -> StoreOutlet:
-    """``apart``: writers in a process of their own, instead of threads that store into ``store``."""
+    """``apart``: writers in a separate process, instead of threads that store into ``store``."""
     extra = {"hsx": {"output": str(tmp_path), "in_flight_bytes": 1 << 20, "segment_bytes": 1 << 18, **settings}}
     given = read_connector_config(extra)
     return StoreOutlet(
@@ -40,7 +40,7 @@ def submit(
     ready=None,
     **column,
 ) -> None:
-    """``states``: float32 ``[L, T, H]``, as one page. ``column``: fields of its ``Segment``, of several columns."""
+    """Submit ``states``, float32 ``[L, T, H]``, as one page. ``column``: fields of its ``Segment``."""
     n = states.shape[1]
     if not column.get("column"):
         outlet.expect(Expect(request or key, name or f"{key}.safetensors", 0, chosen))

@@ -23,7 +23,7 @@ BLOCK, BLOCKS = 4, 16
 class SmallServer:
     """``store``: None for the folder ``path``. Two servers compute different states of the same prompt.
 
-    ``points``: what taps capture, name → layers and width; None for vLLM's extraction. ``caches``: by point.
+    ``points``: name → layers and width captured by taps, None for vLLM's extraction. ``caches``: by point.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SmallServer:
         return request
 
     def end(self, request: Request, *, computed: int | None = None) -> dict[str, Any]:
-        """Finish it with so many ``computed`` tokens of its prompt (None: all); its answer's meta."""
+        """Finish it with ``computed`` tokens of its prompt (None: all). Returns its answer's meta."""
         n = len(request.prompt_token_ids)
         request.num_computed_tokens = n if computed is None else computed
         request.status = RequestStatus.FINISHED_ABORTED if computed is not None else RequestStatus.FINISHED_STOPPED
@@ -93,7 +93,7 @@ class SmallServer:
         return (answer or {}).get("hidden_states_meta", {})
 
     def ask(self, prompt: list[int], *, computed: int | None = None, **asked: Any) -> dict[str, Any]:
-        """A whole request; returns when it is stored or marked."""
+        """Run a whole request. Returns when it is stored or marked."""
         answer = self.end(self.begin(prompt, **asked), computed=computed)
         self.settle()
         return answer

@@ -1,7 +1,7 @@
-"""vLLM's real ``AsyncScheduler`` with our connector, and runner outputs that are made up: what a CPU cannot run.
+"""vLLM's real ``AsyncScheduler`` with the connector, and simulated runner outputs: a CPU cannot run this combination.
 
-The made-up runner writes states into a cache by the scheduler's own block tables, and calls the worker half in the
-order of either model runner. Each state says of which request, layer and position it is.
+The simulated runner writes states into a cache by the scheduler's own block tables, and calls the worker half in the
+order of either model runner. Each state contains its request, layer and position.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def config_of(model, connector):
 class MadeUpRunner:
     """Executes scheduler outputs: writes states, calls the worker half, verifies drafts, and samples.
 
-    As both of vLLM's runners do, it goes by its own count of computed tokens: the scheduler's count of a step that is
-    scheduled ahead takes all drafts as accepted.
+    Like both of vLLM's runners, it uses its own count of computed tokens. The scheduler's count of a step that is
+    scheduled ahead assumes that all drafts are accepted.
     """
 
     def __init__(self, blocks: int, order: str, acceptance: float | None):
@@ -85,7 +85,7 @@ class MadeUpRunner:
 
         self.worker.begin(ours_of(out))
         for new in out.scheduled_new_reqs:
-            if new.req_id in self.tokens:  # the V2 runner is sent a resumed request as a new one
+            if new.req_id in self.tokens:  # the V2 runner receives a resumed request as a new one
                 self.preempted.add(new.req_id)
             self.tables[new.req_id] = list(new.block_ids[0])
             self.tokens[new.req_id] = list(new.prefill_token_ids or new.prompt_token_ids)
@@ -116,7 +116,7 @@ class MadeUpRunner:
         )
 
     def _drafts(self, request_id: str, count: int) -> list[int]:
-        """Guesses at the tokens after the known ones; a wrong one is a token that the model never generates."""
+        """Drafts after the known tokens. A wrong draft is a token that the model never generates."""
         assert self.acceptance is not None, "drafts were scheduled"
         at = len(self.tokens[request_id])
         right = self.random.random(count) < self.acceptance
@@ -151,13 +151,13 @@ class MadeUpRunner:
 
 
 def ours_of(out):
-    """Our connector's metadata of a step, also within vLLM's ``MultiConnector``."""
+    """The connector's metadata of a step, also inside vLLM's ``MultiConnector``."""
     found = out.kv_connector_metadata
     return next(m for m in getattr(found, "metadata", (found,)) if isinstance(m, StepMetadata))
 
 
 def next_token(request_id: str, position: int) -> int:
-    """What the made-up model samples for a position."""
+    """The token that the simulated model samples for a position."""
     return 5000 + (number_of(request_id) * 31 + position * 7) % 97
 
 
@@ -171,13 +171,13 @@ def state_of(request_id: str, layer: int, position: int, token: int) -> list[flo
 
 @pytest.fixture
 def drive(vllm_config, monkeypatch):
-    """Function that runs requests to their end; see ``run``."""
+    """Function that runs requests to their end, see ``run``."""
     never_draft = connector.never_draft
-    # Drafts are the tests' choice here, not that of the connector on this machine.
+    # The tests choose drafts, not the connector.
     monkeypatch.setattr(connector, "never_draft", lambda _: None)
 
     def started(prompts, *, order, acceptance=None, **arguments):
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(order != "v1")))  # decides how requests resume
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(order != "v1")))  # selects how requests resume
         prepare = never_draft if acceptance is None else lambda _: None
         return run(vllm_config, prompts, prepare, order=order, acceptance=acceptance, **arguments)
 
@@ -185,10 +185,12 @@ def drive(vllm_config, monkeypatch):
 
 
 def run(vllm_config, prompts, prepare, *, order, blocks, depth, acceptance, abort_after=None, max_tokens=6, **wanted):
-    """Run requests to their end with ``depth`` steps scheduled ahead; the shipped rows by key, and the runner.
+    """Run requests to their end with ``depth`` steps scheduled ahead. Returns the shipped rows by key, and the runner.
 
-    ``prepare`` is called with each request. ``acceptance``: the share of right drafts; None: no drafts are scheduled.
-    ``wanted``: ``kv_transfer_params``.
+    Args:
+        prepare: called with each request.
+        acceptance: the share of right drafts. None: no drafts are scheduled.
+        wanted: ``kv_transfer_params``.
     """
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
@@ -226,7 +228,7 @@ def run(vllm_config, prompts, prepare, *, order, blocks, depth, acceptance, abor
     steps = 0
     while scheduler.has_requests() or under_way or pending_of(scheduler.connector):
         steps += 1
-        assert steps < 500, "the scheduler never comes to an end"
+        assert steps < 500, "expected the scheduler to finish within 500 steps"
         if len(under_way) < depth and scheduler.has_requests():
             under_way.append(scheduler.schedule())
             if len(under_way) < depth and steps % 7:
@@ -238,14 +240,14 @@ def run(vllm_config, prompts, prepare, *, order, blocks, depth, acceptance, abor
             scheduler.finish_requests(["r0-00000000"], RequestStatus.FINISHED_ABORTED)
         for page, data in runner.outlet.take():
             for j, position in enumerate(range(page.start, page.stop)):
-                assert position not in rows.setdefault(page.segment.key, {}), "a row was shipped twice"
+                assert position not in rows.setdefault(page.segment.key, {}), "expected each row once, got one twice"
                 rows[page.segment.key][position] = (int(page.token_ids[j]), data.view(np.float32)[:, j].copy())
-    assert not scheduler.requests, "blocks are still held"
+    assert not scheduler.requests, "expected no held blocks"
     return rows, runner
 
 
 def check(rows, key: str, prompt: list[int], generated: int = 0) -> None:
-    """Each row of the prompt and of so many generated tokens was computed from its own token, and none is missing."""
+    """Each row of the prompt and of the generated tokens was computed from its token. No row is missing."""
     request_id = f"r{key[1:]}-"
     tokens = [*prompt, *(next_token(request_id, len(prompt) + i) for i in range(generated))]
     assert sorted(rows[key]) == list(range(len(tokens)))
@@ -290,7 +292,7 @@ def test_every_row_is_right_whatever_drafts_are_accepted(drive, order, depth, ac
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_preempted_and_resumed(drive, order):
-    """So few blocks that running requests take each other's."""
+    """The blocks are so few that running requests preempt each other."""
     prompts = [list(range(300 * i, 300 * i + n)) for i, n in enumerate((60, 62, 61, 63))]
     rows, runner = drive(prompts, order=order, blocks=14, depth=2, include_output_tokens=True)
     assert runner.preempted

@@ -1,4 +1,4 @@
-"""What vLLM asks of a connector beside requests: groups, counts, limits, and how it is found."""
+"""vLLM's requirements for a connector, without requests: groups, counts, limits, and how vLLM finds it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_credential_in_the_storage_path_is_refused() -> None:
 
 @pytest.mark.parametrize("options", [{"secret": "hunter2"}, {"client_kwargs": {"aws_session_token": "hunter2"}}])
 def test_a_literal_credential_is_refused_and_one_of_the_environment_is_not_shown(options, monkeypatch) -> None:
-    """vLLM logs this table, and a server's command line has it."""
+    """vLLM logs this table, and it is in a server's command line."""
     with pytest.raises(ConfigError, match=r"hsx\.storage_options\..*expected no credential.*\$\{env:NAME\}") as e:
         read_connector_config({"shared_storage_path": "s3://b/x", "hsx": {"storage_options": options}})
     assert "hunter2" not in str(e.value)
@@ -52,7 +52,7 @@ def test_a_literal_credential_is_refused_and_one_of_the_environment_is_not_shown
 @pytest.mark.parametrize("name", ["ttl_seconds", "drain_seconds"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_time_that_no_clock_shows_is_refused(name, value) -> None:
-    """Accepted, it failed at each request's end, or at the engine's."""
+    """If accepted, the value made each request's end fail, or the engine's."""
     with pytest.raises(ConfigError, match=name):
         read_connector_config({"shared_storage_path": "x", "hsx": {name: value}})
 
@@ -88,7 +88,7 @@ def test_a_request_preempted_at_its_end_is_computed_again_whatever_the_role(role
 
 
 def test_the_factory_finds_a_constructor_that_takes_the_cache_groups():
-    """One without ``kv_cache_config`` is refused."""
+    """A connector without ``kv_cache_config`` is refused."""
     found = KVConnectorFactory.get_connector_class(
         KVTransferConfig(
             kv_connector="HiddenStatesConnector",
@@ -141,7 +141,7 @@ def test_a_server_whose_longest_sample_exceeds_its_budget_is_warned_of(caplog, l
 
 
 def test_rays_executor_takes_a_stores_credentials_along_only_where_it_is_told(monkeypatch):
-    """Ray's executor copies to its workers what begins with certain prefixes; ``docs/guides/serving.md`` says which."""
+    """Ray's executor copies variables with certain prefixes to its workers. ``docs/guides/serving.md`` names them."""
     from vllm.ray.ray_env import get_env_vars_to_copy
 
     ours = {"AWS_ACCESS_KEY_ID", "GOOGLE_APPLICATION_CREDENTIALS"}
@@ -165,13 +165,13 @@ def test_expandable_segments_are_refused_by_vllm_for_ours_as_for_any_connector(m
 
 @pytest.mark.parametrize("shape", [(8, 3, 16, 8), (8, 2, 32, 8), (8, 2, 16)])
 def test_a_cache_of_another_form_than_its_spec_says_is_refused(shape):
-    """The hidden-state group's own block size and the layers asked for, checked against the tensor."""
+    """The hidden-state group's block size and the captured layers, checked against the tensor."""
     half = SimpleNamespace(_vllm_config=None, _block_size=16)
     with pytest.raises(ConfigError, match="hidden-state cache"):
         HiddenStatesConnector._extracted(half, {"l": None}, {"l": torch.zeros(shape)}, (1, 2), [])
 
 
-# -- what is checked when vLLM builds the connector and gives it the cache ---------------------------------------------
+# -- checks when vLLM builds the connector and passes the cache -------------------------------------------------------
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def built(tiny_model_path, tmp_path):
 
 
 def registered_with(ours, monkeypatch, *, ranks, others=()):
-    """Give ``ours`` its cache on rank 0 of ``ranks``, next to ``others``; what it calls, by name."""
+    """Pass ``ours`` its cache on rank 0 of ``ranks``, next to ``others``. Returns its calls by name."""
     called = {}
     group = SimpleNamespace(world_size=ranks, rank_in_group=0, cpu_group=None)
     monkeypatch.setattr("vllm.distributed.parallel_state.get_tp_group", lambda: group)
@@ -234,7 +234,7 @@ class Other:
 
 @pytest.mark.parametrize(("role", "said"), [("kv_producer", False), ("kv_both", True), ("kv_consumer", True)])
 def test_connectors_next_to_ours_are_known(built, monkeypatch, caplog, role, said):
-    """One that loads is warned of, one that reads layer by layer must not lose a layer, one that hangs is refused."""
+    """A connector that loads tokens is warned of, a layerwise one gets all layers, and a hanging one is refused."""
     called = registered_with(built(layers=(1, 4)), monkeypatch, ranks=1, others=[Other(role)])
     assert called["watch"] == {"direct": True, "others": ["Other"]}
     assert ("Other: tokens are not loaded in an engine with HiddenStatesConnector" in caplog.text) is said
@@ -243,7 +243,7 @@ def test_connectors_next_to_ours_are_known(built, monkeypatch, caplog, role, sai
 
 
 def test_a_request_has_its_own_flag_back_when_it_has_blocks_and_when_it_has_none(built):
-    """Else it would be left out of the statistics of prefix hits, or have none at its next try."""
+    """Otherwise the request would be missing from the statistics of prefix hits, or have no hit at its next try."""
     ours = built(KVConnectorRole.SCHEDULER)
     step = SimpleNamespace(total_num_scheduled_tokens=0, scheduled_new_reqs=[])
     for own in (False, True):

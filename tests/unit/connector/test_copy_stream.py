@@ -1,4 +1,4 @@
-"""Copies beside the engine's steps, on a host."""
+"""Copies in parallel with the engine's steps, tested on a host."""
 
 import threading
 
@@ -84,7 +84,7 @@ def test_a_device_that_is_lost_surfaces(cuda):
 
 
 def test_a_thread_that_waits_sets_the_device_first(cuda):
-    """On a thread without a device CUDA makes a context on GPU 0."""
+    """On a thread without a device CUDA creates a context on GPU 0."""
     stream = DeviceCopyStream(Cuda(DEVICE))
     (event,) = stream.start([lambda: None])
     for wait in (event.synchronize, stream.close):
@@ -112,7 +112,7 @@ def two_threads():
 
 
 def test_a_copy_takes_no_threads_of_its_own_and_every_other_thread_has_those_it_had(two_threads, monkeypatch):
-    # As vLLM's CPU worker has it.
+    # As in vLLM's CPU worker.
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     found = []
     stream = HostCopyStream()

@@ -1,4 +1,4 @@
-"""Engines that the connector refuses at the start, by vLLM's own configuration of them."""
+"""Engines that the connector refuses at the start, from vLLM's configuration."""
 
 from __future__ import annotations
 

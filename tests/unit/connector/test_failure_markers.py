@@ -1,4 +1,4 @@
-"""Failure markers: of one name the latest wins, conflicts stay, and no caller waits for the store."""
+"""Failure markers: the latest of a name wins, conflicts stay, and no caller waits for the store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hsx_dist.testing.stores import MemoryStore
 
 
 def put_of(store: MemoryStore, key: str, request: str) -> None:
-    """The object of a request with that hash."""
+    """The object of a request with this hash."""
     segment = Segment(key, 0, 0, 1, 1, meta={IDENTITY: {"request": request, "tokens": ""}})
     codec = resolve_codec("none")
     encoder = SegmentEncoder(codec, alone=True)
@@ -43,7 +43,7 @@ def store():
 
 
 class Told:
-    """In the place of locks: which requests gave theirs back, in order."""
+    """Replaces the locks, and records the requests that released theirs, in order."""
 
     def __init__(self):
         self.shares: dict[str, set[str]] = {}
@@ -63,7 +63,7 @@ def locks():
 
 @pytest.fixture
 def hanging(store, locks):
-    """Markers on a store whose first put hangs, while that of ``a`` is under way."""
+    """Markers on a store whose first put hangs. The put of ``a``'s marker is under way."""
     slow = HangingStore(store, Strike(PUTS, times=1))
     markers = Markers(slow, locks=locks)
     markers.fail("a", "a.safetensors", "first")
@@ -89,7 +89,7 @@ def test_the_latest_wins_but_for_a_conflict(store, hanging, locks, conflict):
     assert locks.released == []
     slow.release()
     settle(markers)
-    assert locks.released == ["1", "2"]  # also of what was overtaken
+    assert locks.released == ["1", "2"]  # also the lock of the replaced marker
     if conflict:
         markers.fail("a", "a.safetensors", "third")
         markers.clear("a.safetensors")
@@ -122,7 +122,7 @@ def test_any_number_of_requests_of_a_name_waits_as_one(store, hanging, locks):
 
 @pytest.mark.parametrize("order", permutations(["same", "1", "2"]))
 def test_of_several_failed_requests_one_is_another_ones(store, hanging, order):
-    """The hashes of two are enough, whichever they are."""
+    """The hashes of any two requests are enough."""
     markers, slow = hanging
     put_of(store, "a", request="same")
     for request in order:
@@ -133,7 +133,7 @@ def test_of_several_failed_requests_one_is_another_ones(store, hanging, order):
 
 
 def test_a_request_that_ends_while_its_name_is_told_leaves_no_lock(store, locks):
-    """Its lock is passed on to a request that has given back its own meanwhile."""
+    """Its lock is passed on to a request that has already released its own."""
     slow = HangingStore(store, Strike(PUTS, times=1))
     markers = Markers(slow, locks=locks)
     markers.fail("a", "a.safetensors", "first", holder="1")
@@ -169,7 +169,7 @@ def test_what_bounds_stored_samples_is_given_back_when_their_marker_is_gone(stor
     markers.stored("a", "a.safetensors", after=lambda: given.append(1))
     assert hanging.hanging.wait(30)
     assert given == []
-    markers.stored("a", "a.safetensors", after=lambda: given.append(2))  # the name waits already
+    markers.stored("a", "a.safetensors", after=lambda: given.append(2))  # the name is already queued
     assert given == [2]
     hanging.release()
     settle(markers)
@@ -200,10 +200,10 @@ def test_more_than_can_wait_is_dropped_and_its_lock_opened(store, locks, monkeyp
     assert 11 <= len(locks.released) <= 15
     assert all(f"{key}.safetensors" in caplog.text for key in locks.released)
     failed = len(locks.released)
-    markers.conflict("d", "d.safetensors", "used before", holder="d")  # has room of its own
+    markers.conflict("d", "d.safetensors", "used before", holder="d")  # conflicts have a separate limit
     assert len(locks.released) == failed
     store.put("c.error.json", [b'{"key": "c", "error": "before"}'])
-    markers.stored("c", "c.safetensors", holder="c")  # is not dropped: the marker hides its object
+    markers.stored("c", "c.safetensors", holder="c")  # not dropped: the marker hides its object
     slow.release()
     settle(markers)
     assert {"c", "d"} <= set(locks.released)
@@ -221,7 +221,7 @@ def test_a_stored_sample_whose_name_waits_overtakes_requests_that_failed(store, 
     markers.clear("k49.safetensors")
     markers.stored("k49", "k49.safetensors", holder="again")
     until(lambda: "again" in locks.released)
-    assert len(locks.released) == 2  # both requests of the name
+    assert len(locks.released) == 2  # of both requests of the name
     slow.release()
     settle(markers)
     assert sorted(locks.released) == sorted([*(f"k{i}" for i in range(50)), "again"])
@@ -251,7 +251,7 @@ def test_the_removal_of_a_paths_marker_is_tried_again(store, locks, monkeypatch,
 
 
 def test_new_paths_that_no_store_takes_push_out_no_key(store, locks, monkeypatch):
-    """All were refused once."""
+    """The store refuses each path once."""
     monkeypatch.setattr(module, "_MOST_KEPT", 3)
     monkeypatch.setattr(module, "_AGAIN_S", 3600)
     markers = Markers(FailingStore(store, Denied("not allowed"), Strike(PUTS)), locks=locks)
@@ -291,7 +291,7 @@ def test_a_store_that_refuses_markers_keeps_few_locks_and_stops_no_end(store, lo
     assert "not allowed" in caplog.text
     markers.fail("c", "c.safetensors", "why")
     settle(markers)
-    assert markers.close() == ["c.safetensors"]  # is named at the end
+    assert markers.close() == ["c.safetensors"]  # the name is reported at the end
 
 
 def test_what_is_remembered_of_a_name_is_short(store):
@@ -306,7 +306,7 @@ def test_what_is_remembered_of_a_name_is_short(store):
 
 
 def test_names_that_no_store_takes_cost_no_other_name_its_lock(store, locks, monkeypatch):
-    """A path below an object, for instance. What is refused for a moment is stored by its second time."""
+    """For example a path below an object. A marker that was refused once is stored on its second try."""
     monkeypatch.setattr(module, "_MOST_KEPT", 3)
     monkeypatch.setattr(module, "_AGAIN_S", 0.01)
     refusing = FailingStore(store, Denied("not allowed"), Strike(PUTS, prefix="a/"))

@@ -120,7 +120,7 @@ def test_a_layer_that_is_not_there_and_rows_with_gaps_are_refused():
 
 
 def test_the_caches_own_memory_is_not_touched_and_no_row_beyond_it_is_read():
-    """The view that is indexed overlaps itself and ends with the cache's last element: an id too far is an error."""
+    """The indexed view overlaps itself and ends with the cache's last element: an id too large is an error."""
     for order in ("LTH", "TLH"):
         cache = cache_view(order, torch.float32, pad=16)
         before = cache.clone()

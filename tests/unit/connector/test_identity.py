@@ -1,4 +1,4 @@
-"""A reader that compares identities never gets another request's sample, in whatever order servers store and fail."""
+"""A reader that compares identities never gets another request's sample, in every order of stores and failures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_sample_of_the_answer_is_loaded(tmp_path):
 
 @pytest.mark.parametrize("identity", [A, None])
 def test_another_requests_sample_is_an_error(tmp_path, identity):
-    """Also an object without identity: of an earlier version, or of vLLM's own connector."""
+    """Also an object without identity, from an earlier version or from vLLM's own connector."""
     store_a(tmp_path, identity=identity)
     with pytest.raises(SampleConflict, match=PATTERN):
         of_b(tmp_path)
@@ -83,7 +83,7 @@ def test_what_is_no_identity_is_refused(tmp_path, identity):
 
 
 def a_killed_engine(tmp_path):
-    """B's engine ends after the answer: there is neither an object nor a marker of B."""
+    """B's engine ends after the answer. B has neither an object nor a marker."""
 
 
 def a_full_store(tmp_path):
@@ -124,7 +124,7 @@ def test_a_failed_request_does_not_get_an_object_without_identity(tmp_path):
 
 
 def test_a_lock_that_another_server_or_gc_held_is_taken_when_it_opens(tmp_path):
-    """The engine's step does not wait for it, and the readers of its request do, once the other process is done."""
+    """The engine's step does not wait for it. Readers of its request wait until the other process is done."""
     other, locks = ObjectLocks(tmp_path), ObjectLocks(tmp_path)
     other.hold(NAME, "A")
     (tmp_path / NAME).touch()

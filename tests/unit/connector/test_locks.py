@@ -1,4 +1,4 @@
-"""Companion locks as vLLM's own ``load_hidden_states`` takes them."""
+"""Companion locks, in the form that vLLM's own ``load_hidden_states`` waits for."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def is_held(path) -> bool:
 def test_held_until_the_last_holder_is_done(tmp_path):
     locks = ObjectLocks(tmp_path)
     locks.hold("sub/a.safetensors", "r1")
-    locks.hold("sub/a.safetensors", "r2")  # a second request of the same name: must not wait for the first
-    locks.hold("sub/a.safetensors", "r2")  # once each
+    locks.hold("sub/a.safetensors", "r2")  # a second request of the same name must not wait for the first
+    locks.hold("sub/a.safetensors", "r2")  # counted once per request
     path = tmp_path / "sub/a.safetensors.lock"
     assert is_held(path)
     locks.release("r1", stored=True)
-    locks.release("r1", stored=True)  # only its own
-    locks.release("r3", stored=False)  # nobody's
+    locks.release("r1", stored=True)  # releases only its own
+    locks.release("r3", stored=False)  # held by no request
     assert is_held(path)
     locks.release("r2", stored=True)
     assert not is_held(path)
@@ -53,7 +53,7 @@ def test_one_holder_stands_for_any_number_of_requests(tmp_path):
         locks.pass_on(f"r{i}", "r0")  # waits until the lock is held
     locks.pass_on("unknown", "r0")
     assert (locks._held["a.safetensors"].holders, locks._names) == ({"r0"}, {"r0": "a.safetensors"})
-    # Also to a request that holds nothing, or no longer.
+    # Also to a request that holds no lock, or holds it no longer.
     locks.hold("a.safetensors", "s")
     locks.release("r0", stored=True)
     locks.pass_on("s", "r0")
@@ -75,7 +75,7 @@ def test_a_lock_of_nothing_is_removed_but_never_beside_an_object(tmp_path):
 
 
 def test_asked_for_it_is_held_by_a_thread_and_given_back_in_whatever_order(tmp_path, monkeypatch):
-    """Whoever asks does not wait for the file system; whoever gives back before it is held does not leave it held."""
+    """A request for a lock does not wait for the file system. A lock released before it is held does not stay held."""
     inside, go = threading.Event(), threading.Event()
     make = ObjectLocks._open
 
@@ -174,7 +174,7 @@ def test_another_process_writing_the_same_object_does_not_stop_a_step(tmp_path):
 
 
 def test_readers_of_what_lies_there_do_not_keep_the_next_ones_from_waiting(tmp_path):
-    """A lock that a reader holds is replaced: the reader goes on, and whoever comes now waits."""
+    """A lock held by a reader is replaced: that reader goes on, and new readers wait."""
     path = tmp_path / "a.safetensors.lock"
     path.touch()
     locks = ObjectLocks(tmp_path)
@@ -190,7 +190,7 @@ def test_readers_of_what_lies_there_do_not_keep_the_next_ones_from_waiting(tmp_p
 @pytest.mark.parametrize("when", [(Path, "exists"), (ObjectLocks, "_remove")])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_step_does_not_wait_for_the_file_system_of_a_release(tmp_path, monkeypatch, when, again):
-    """``hold`` returns while another thread's release looks at the disk; in the end it holds a lock."""
+    """``hold`` returns while another thread's release waits for the disk. At the end it holds a lock."""
     locks = ObjectLocks(tmp_path)
     locks.hold("a.safetensors", "r1")
     inside, go = threading.Event(), threading.Event()
@@ -252,7 +252,7 @@ def test_what_another_user_planted_is_no_lock_file(tmp_path, caplog, kind):
 
 
 def test_a_lock_file_that_is_removed_while_it_is_taken_is_made_again(tmp_path, monkeypatch):
-    """``hsx gc`` removes the lock file next to an object that has expired."""
+    """``hsx gc`` removes the lock file next to an expired object."""
     path = tmp_path / "a.lock"
     opened = os.open
 
@@ -280,7 +280,7 @@ def test_a_lock_that_gc_holds_for_a_moment_is_waited_for(tmp_path, monkeypatch):
         locks.ask("a", "r")
         locks.ask("b", "s")
         while not (tmp_path / "b.lock").exists():
-            pass  # "a" was tried
+            pass  # "a" was tried first
         path.unlink()
     locks.wait()
     assert is_held(path)
@@ -299,7 +299,7 @@ def test_a_lock_that_another_process_holds_is_not_removed(tmp_path):
 
 HOLDER = """
 import fcntl, sys
-files = [open(name) for name in sys.argv[1:]]  # for reading, as vLLM's load_hidden_states opens them
+files = [open(name) for name in sys.argv[1:]]  # read only, as vLLM's load_hidden_states opens them
 for file in files:
     fcntl.flock(file, fcntl.LOCK_EX)
 print("held", flush=True)
@@ -335,7 +335,7 @@ def test_locks_that_another_process_holds_delay_a_step_once_for_all(tmp_path, mo
         waited = time.monotonic() - before
         assert seconds <= waited < seconds * count / 2
         assert is_held(tmp_path / "mine.lock")
-        assert locks._end is None  # the next step has its own time
+        assert locks._end is None  # the next step has a new time limit
         for name in names:
             locks.release(name, stored=False)
         assert all(is_held(tmp_path / f"{name}.lock") for name in names)
@@ -368,9 +368,9 @@ def test_the_end_waits_for_no_lock_of_another_process(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("there", [None, 0o666])
 def test_only_the_servers_user_and_group_can_open_a_lock_file(tmp_path, there):
-    """Every user who can open it can hold the lock. vLLM's ``load_hidden_states`` needs to read it."""
+    """Every user who can open the file can hold the lock. vLLM's ``load_hidden_states`` must be able to read it."""
     path = tmp_path / "a.lock"
-    if there is not None:  # of an earlier version
+    if there is not None:  # from an earlier version
         path.touch()
         path.chmod(there)
     locks = ObjectLocks(tmp_path)
@@ -395,7 +395,7 @@ def test_a_file_that_another_user_linked_in_the_place_of_a_lock_keeps_its_mode(t
 
 
 def test_a_reader_that_may_not_open_the_lock_file_is_told_what_to_do(tmp_path, monkeypatch):
-    """Without the lock it could get what an earlier request of this name stored."""
+    """Without the lock the reader could get the sample of an earlier request with this name."""
 
     def denied(*_args, **_kwargs):
         raise PermissionError(13, "Permission denied")
@@ -415,10 +415,10 @@ def test_locks_leave_half_of_the_descriptors_to_the_rest_of_the_process(tmp_path
     locks = ObjectLocks(tmp_path)
     for i in range(30):
         locks.ask(f"k{i}.safetensors", f"r{i}")
-    locks.wait()  # a step goes on
+    locks.wait()  # a step continues
     assert len(list(tmp_path.iterdir())) == 10
-    assert caplog.text.count("half of RLIMIT_NOFILE") == 1  # not for each request
-    locks.ask("k0.safetensors", "again")  # a name that is locked needs no other descriptor
+    assert caplog.text.count("half of RLIMIT_NOFILE") == 1  # once, not for each request
+    locks.ask("k0.safetensors", "again")  # a locked name needs no further descriptor
     locks.wait()
     for holder in ["again", *(f"r{i}" for i in range(30))]:
         locks.release(holder, stored=False)

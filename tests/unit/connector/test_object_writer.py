@@ -1,4 +1,4 @@
-"""A bare connector's outlet: every request that was expected is stored, or told why not, whatever the store does."""
+"""A bare connector's outlet: every expected request is stored or gets a marker with a reason, in all store failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_stored_in_vllms_schema_with_its_own_loader(tmp_path):
     states = some()
     submit(outlet, "a", states, meta={"tokens": {"start": 0, "step": 2, "of": 9}})
     path = str(tmp_path / "a.safetensors")
-    theirs = vllms.load_hidden_states(path)  # sleeps on the lock until the object is there
+    theirs = vllms.load_hidden_states(path)  # waits for the lock until the object exists
     assert set(theirs) == {"hidden_states", "token_ids"}
     np.testing.assert_array_equal(theirs["hidden_states"].numpy(), states.transpose(1, 0, 2))
     assert theirs["token_ids"].tolist() == [0, 1, 2, 3, 4]
@@ -58,7 +58,7 @@ def test_a_skipped_request_leaves_a_marker_and_no_lock(tmp_path):
     started = time.monotonic()
     with pytest.raises(SampleFailed, match="expected 9 computed tokens, got 3"):
         hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), wait=60)
-    assert time.monotonic() - started < 30  # at once, not after the wait
+    assert time.monotonic() - started < 30  # immediately, not after the wait
 
 
 def test_the_same_key_with_other_tokens_is_told_to_both_and_replaces_nothing(tmp_path):
@@ -98,7 +98,7 @@ def test_a_path_that_the_client_chose_is_replaced(tmp_path):
 
 
 def test_a_store_that_refuses_costs_its_samples_and_nothing_else(tmp_path):
-    """Terminal failure: ring and locks come free, the keys are marked, and what comes later is stored."""
+    """After a terminal failure the ring and the locks are freed, the keys are marked, and later requests are stored."""
     stored = MemoryStore()
     outlet = outlet_on(tmp_path, store=FailingStore(stored, Denied("not allowed"), Strike(PUTS, times=3)))
     for i in range(5):
@@ -145,7 +145,7 @@ def test_the_end_is_not_waited_for_longer_than_asked(tmp_path):
 
 
 def test_whoever_reads_a_key_by_the_answer_of_its_second_use_is_told(tmp_path):
-    """No moment at which the first sample is taken for the second: the lock is held until the marker is there."""
+    """At no moment a reader gets the first sample as the second: the lock is held until the marker exists."""
     hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, prefix="a.safetensors.conflict"))
     outlet = outlet_on(tmp_path, markers=hanging)
     submit(outlet, "a", some())
@@ -159,7 +159,7 @@ def test_whoever_reads_a_key_by_the_answer_of_its_second_use_is_told(tmp_path):
     hanging.release()
     with pytest.raises(SampleFailed, match="used before"):
         hsx_dist.load_hidden_states(path, wait=30)
-    # A third one, for the first sample again, takes nothing back, nor does one that fails.
+    # A third request, for the first sample again, does not remove the marker. Neither does a failed request.
     submit(outlet, "a", some(), request="c")
     outlet.skip(Skip("d", "a", "a.safetensors", 0, "aborted"))
     outlet.close()
@@ -173,7 +173,7 @@ def test_a_path_that_is_used_again_is_not_read_before_it_is_replaced(tmp_path):
     submit(outlet, "x", some(seed=0), name="x.safetensors", request="r0")
     hsx_dist.load_hidden_states(path, wait=30)
     with (tmp_path / "x.safetensors.lock").open() as reader:
-        fcntl.flock(reader, fcntl.LOCK_SH)  # somebody still reads the old one when the next request is scheduled
+        fcntl.flock(reader, fcntl.LOCK_SH)  # a reader still reads the old object when the next request is scheduled
         outlet.expect(Expect("r1", "x.safetensors", 0, True))
         outlet.prepared()
         with pytest.raises(NotFound, match="lock"):
@@ -193,7 +193,7 @@ def test_a_request_that_ends_early_does_not_harm_another_of_its_key(tmp_path, qu
     assert hanging.hanging.wait(30)
     outlet.skip(Skip("b", "a", "a.safetensors", 0, "expected 9 computed tokens, got 0", quiet=quiet))
     path = str(tmp_path / "a.safetensors")
-    with pytest.raises(NotFound, match="lock"):  # still held, and no failure is told
+    with pytest.raises(NotFound, match="lock"):  # still held, and no failure is reported
         hsx_dist.load_hidden_states(path)
     hanging.release()
     assert hsx_dist.load_hidden_states(path, wait=30)["hidden_states"].shape == (5, 2, HIDDEN)
@@ -243,7 +243,7 @@ def test_markers_count_as_pending_and_the_end_does_not_wait_for_them_longer_than
 
 
 def test_any_number_of_failed_requests_of_a_key_costs_others_nothing(tmp_path, caplog):
-    caplog.set_level("ERROR", "hsx_dist")  # the lines of the log would be counted
+    caplog.set_level("ERROR", "hsx_dist")  # log lines would count as memory
     hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, prefix="a."))
     outlet = outlet_on(tmp_path, markers=hanging)
     submit(outlet, "a", some(), meta={"identity": {"request": "0" * 32, "tokens": ""}})
@@ -320,7 +320,7 @@ def test_a_page_that_was_not_copied_is_told_to_whoever_waits(tmp_path):
 
 
 class OnceMoreWriters(ThreadWriters):
-    """Each segment once more in memory, as where the writers are a process."""
+    """Copies each segment once more in memory, as a writer process would."""
 
     def send(self, pages, release):
         for page in pages:
@@ -355,7 +355,7 @@ def test_metadata_of_short_samples_waits_with_its_blocks_and_not_beside_the_ring
         grown = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert worker.blocks_held > n - 20  # vLLM's scheduler waits for them
+    assert worker.blocks_held > n - 20  # vLLM's scheduler waits for free blocks
     assert outlet.ring.claimed_bytes <= settings.sample_bytes
     assert grown < settings.encoded_bytes + 2 * settings.sample_bytes
     hanging.release()
@@ -369,7 +369,7 @@ def test_metadata_of_short_samples_waits_with_its_blocks_and_not_beside_the_ring
 
 @pytest.mark.parametrize("metadata", ["", "y" * 65000, "\U0001f600" * 16000])
 def test_a_sample_takes_no_more_memory_than_it_is_counted_with(tmp_path, metadata):
-    """In both processes together: the objects of a hundred samples of one token that wait for a store."""
+    """The memory of both processes: the objects of a hundred one-token samples that wait for a store."""
     n = 100
     hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, times=10**9))
     settings = read_connector_config({"hsx": {"output": str(tmp_path), "in_flight_bytes": 160 << 20}})
@@ -397,7 +397,7 @@ def test_a_sample_takes_no_more_memory_than_it_is_counted_with(tmp_path, metadat
             del segment, text
         while outlet.ring.used_bytes:
             outlet.ring.wait(1.0)
-        # The ring is free before the threads drop their last pages.
+        # The ring is freed before the threads drop their last pages.
         end = time.monotonic() + 30
         while (grown := tracemalloc.get_traced_memory()[0]) >= 2 * outlet.ring.claimed_bytes:
             assert time.monotonic() < end, (grown, *tracemalloc.take_snapshot().statistics("lineno")[:10])
@@ -409,7 +409,7 @@ def test_a_sample_takes_no_more_memory_than_it_is_counted_with(tmp_path, metadat
 
 
 def test_a_marker_that_the_store_refuses_keeps_no_memory_that_others_need(tmp_path):
-    """Names below an object: the store takes neither the objects nor their markers."""
+    """Names below an object: the store accepts neither the objects nor their markers."""
     outlet = outlet_on(tmp_path)
     submit(outlet, "a", some(1), name="a")
     for i in range(20):

@@ -1,4 +1,4 @@
-"""Points of a model, without an engine: which columns a request gets, and how each rank copies its own."""
+"""Points of a model, without an engine: the columns of a request, and each rank's copies."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run(worker: WorkerHalf, outlet: KeepingOutlet, step: Step) -> tuple[list, se
     return pages, done
 
 
-# -- what a request gets -----------------------------------------------------------------------------------------------
+# -- columns of a request ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_every_column_has_all_rows_of_its_point(ring):
         about = (dict(segment.meta), segment.metadata, list(segment.attached))
         first = segment.column == 0
         assert about == ({"a": 1} if first else {}, "{}" if first else "", ["x"] if first and not segment.index else [])
-    assert len({p.segment.source for p, _ in pages}) == 1  # one computation, whatever the column
+    assert len({p.segment.source for p, _ in pages}) == 1  # one computation for all columns
     assert {p.segment.index for p, _ in pages if p.segment.column == 0} != {0}
 
 
@@ -171,7 +171,7 @@ def test_a_request_is_finished_when_all_its_columns_are_copied():
     outlet = KeepingOutlet(2 * BLOCK * 3 * 8 * 4)
     worker = WorkerHalf(caches(), outlet, page_bytes=2 * BLOCK * 3 * 8 * 4, segment_bytes=1 << 16)
     worker.step(Step(saves=[save(8)]))
-    assert worker.finished() == set()  # the ring has room for the hidden states alone
+    assert worker.finished() == set()  # the ring has room for the hidden states only
     assert (worker.pending, worker.blocks_held) == (1, 2)
     outlet.take()
     worker.step(Step())
@@ -213,7 +213,7 @@ def ranks_with(tensor_parallel: int, kv_heads: int):
 def test_each_column_is_copied_by_exactly_one_rank(kv_heads, owner, monkeypatch):
     monkeypatch.setattr("vllm.distributed.parallel_state.in_the_same_node_as", lambda *_, **__: [True] * 4)
     captured = ranks_with(4, kv_heads)
-    assert [p.name for p, _ in captured[0]] == ["resid_pre", "q", "k"]  # as the model computes them
+    assert [p.name for p, _ in captured[0]] == ["resid_pre", "q", "k"]  # in the order of computation
     assert {p.name: p.shards for p, _ in captured[0]} == {"resid_pre": 1, "q": 4, "k": kv_heads}
     points = [p for p, _ in captured[0]]
     one = save(8, points=points, owner=owner)
@@ -265,7 +265,7 @@ def test_points_that_every_rank_has_whole_are_compared(monkeypatch):
 
 
 def scheduling() -> HiddenStatesConnector:
-    """The connector of a scheduler's process, of an engine with taps."""
+    """The connector in a scheduler's process, of an engine with taps."""
     ours = HiddenStatesConnector.__new__(HiddenStatesConnector)
     ours._layer_ids, ours._scheduler, ours._settings = None, half(points=()), ConnectorConfig(output="s3://b/x")
     ours._vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64))
@@ -275,7 +275,7 @@ def scheduling() -> HiddenStatesConnector:
 def test_the_workers_tell_the_scheduler_what_they_capture():
     ours = scheduling()
     of_ranks = {(0, rank): CapturedMetadata((replace(HEADS, shard=rank, shards=2),)) for rank in (1, 0)}
-    ours.set_xfer_handshake_metadata_pp_aware(pickle.loads(pickle.dumps(of_ranks)))  # they are other processes
+    ours.set_xfer_handshake_metadata_pp_aware(pickle.loads(pickle.dumps(of_ranks)))  # the ranks are other processes
     held, answer = ours.request_finished(request(20, 20), [5, 9])
     assert held
     assert answer["hidden_states_meta"]["points"]["q"]["shape"] == [20, 2, 12]  # of both ranks
@@ -287,7 +287,7 @@ def test_what_another_connector_says_is_refused():
         scheduling().set_xfer_handshake_metadata({0: "theirs"})
     extraction = scheduling()
     extraction._layer_ids = (1, 2)
-    extraction.set_xfer_handshake_metadata({0: "theirs"})  # it knows its layers
+    extraction.set_xfer_handshake_metadata({0: "theirs"})  # its layer ids are set, so it ignores the metadata
 
 
 def test_taps_need_one_group_of_cache_blocks():
@@ -330,8 +330,9 @@ def test_taps_are_checked_before_the_first_copies_and_then_by_the_clock():
 
 
 def test_taps_that_are_all_dead_are_seen():
-    """A cached graph of an engine without taps has none of them: their counts are equal, and their blocks hold the rows
-    of earlier requests."""
+    """A cached graph from an engine without taps runs no tap. The taps' counts are equal, and their blocks hold the
+    rows of earlier requests.
+    """
     counts = {("q", layer): torch.zeros(2, dtype=torch.int64) for layer in (0, 1)}
     installed = Installed(Plan({"q": (0, 1)}, {}), {}, counts, {})
     watch = TapWatch(installed.check_alive)
@@ -371,7 +372,7 @@ def test_a_servers_object_has_the_points_of_its_request(tmp_path):
         loaded = load_hidden_states(f"{tmp_path}/{key}.safetensors", points=list(layers), framework="numpy")
         assert loaded["token_ids"].tolist() == [5, 6, 7, 8, 9]
         for name, ids in layers.items():
-            cache = server.caches[name][:2, [points[name][0].index(i) for i in ids]]  # its blocks
+            cache = server.caches[name][:2, [points[name][0].index(i) for i in ids]]  # the rows of its blocks
             right = cache.transpose(1, 2).reshape(8, len(ids), -1)[:5]
             assert np.array_equal(loaded["points"][name], right.numpy())
     part = Part.open(open_store(str(tmp_path)), "states.safetensors")
@@ -396,7 +397,7 @@ def test_an_object_of_points_is_renewed_by_the_same_request_and_kept_from_others
 
 def test_a_sample_of_several_points_that_is_lost_ends_once(tmp_path):
     outlet = outlet_on(tmp_path, on_bad_rows="fail")
-    for at in range(3):  # the later columns arrive when the request is over
+    for at in range(3):  # the later columns arrive after the request has ended
         submit(outlet, "k", some() * (np.nan if at == 0 else 1), column=at, columns=3, point=f"p{at}")
         end = time.monotonic() + 30
         while (outlet.pending and at == 0) or outlet.ring.used_bytes:

@@ -1,4 +1,4 @@
-"""Which ranks store, who reports, and the comparison of all ranks' states."""
+"""Which ranks store and report, and the comparison of all ranks' states."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.unit.connector.test_worker import BLOCK, LAYERS, ROW, KeepingOutlet, 
 
 
 def connector(rank: int, owners: tuple[int, ...], outlet):
-    """The real connector, of one worker rank, without an engine."""
+    """The real connector on one worker rank, without an engine."""
     from hsx_dist.connector.connector import HiddenStatesConnector
 
     ours = HiddenStatesConnector.__new__(HiddenStatesConnector)
@@ -44,8 +44,10 @@ def connector(rank: int, owners: tuple[int, ...], outlet):
 @pytest.mark.parametrize("sibling", [None, 1, 4])
 @pytest.mark.parametrize("owners", [(0, 1, 2), (0,), (0, 2)])
 def test_vllm_hears_of_each_request_once_when_all_ranks_have_reported_it(owners, sibling):
-    """vLLM's own ``MultiConnector`` and aggregator over three ranks, with rings that are full now and then. The sibling
-    reports a request after so many steps."""
+    """vLLM's own ``MultiConnector`` and aggregator over three ranks whose rings are sometimes full.
+
+    The sibling connector reports a request after a number of steps.
+    """
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -103,7 +105,7 @@ def test_vllm_hears_of_each_request_once_when_all_ranks_have_reported_it(owners,
         if told == 24 and len(heard) == 24:
             break
     assert sorted(heard) == sorted(f"r{i}" for i in range(24))
-    assert aggregator._send_remaining_count == {}, "a rank reported what it had reported before"
+    assert aggregator._send_remaining_count == {}, "expected each rank to report a request once"
 
 
 def test_each_part_of_a_step_reaches_exactly_one_rank():
@@ -236,9 +238,11 @@ def test_a_local_output_is_stored_by_ranks_of_one_node(monkeypatch, nodes, one_n
 
 
 def streams(ranks: int, *, reduced: bool, seed: int = 0) -> torch.Tensor:
-    """Residual streams in bfloat16 after 60 layers, one channel of which is 100 times the others. Each rank sums the
-    ranks' parts in another order. Not ``reduced``: but for the last layer, of which each rank adds its own part.
-    ``[ranks, rows, 1, hidden]``."""
+    """Residual streams in bfloat16 after 60 layers, ``[ranks, rows, 1, hidden]``.
+
+    One channel is 100 times the others. Each rank sums the ranks' parts in another order. Not ``reduced``: the last
+    layer is not summed, and each rank adds only its part.
+    """
     generator = torch.Generator().manual_seed(seed)
     stream = torch.randn(4, 1, 1024, generator=generator)
     stream[..., 7] *= 100
@@ -291,7 +295,7 @@ def test_numbers_that_are_not_finite_must_be_the_same():
 
 
 def compare(rank: int, folder: str, scenarios, answers) -> None:
-    """In a process of its own: the outcome of every scenario, on this rank."""
+    """Run every scenario in a separate process. Sends the outcomes on this rank."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     lines: list[str] = []
     module.log.setLevel(logging.WARNING)
@@ -337,7 +341,7 @@ def request(number: int, n: int = 3 * BLOCK, **changes) -> Save:
 
 
 def test_two_processes_compare_their_caches(tmp_path):
-    """Each scenario: the saves of some steps, and both ranks' caches."""
+    """Each scenario: the saves of several steps, and both ranks' caches."""
     same = torch.randn(64, LAYERS, BLOCK, 256).to(torch.bfloat16)
 
     def changed(block: int, slot: int, by: float, layer: int = 1):
@@ -358,7 +362,7 @@ def test_two_processes_compare_their_caches(tmp_path):
         "rounding": (one, [same, rounding]),
         "nan": (one, [same, not_a_number]),
         "another request's block": (one, changed(9, 0, 1.0)),
-        # The third is not compared, the fourth is; and one step may have several.
+        # The third save is not compared, the fourth is. One step may have several saves.
         "third": ([[request(i)] for i in range(3)], changed(8, 0, 1.0)),
         "fourth": ([[request(i)] for i in range(4)], changed(12, 0, 1.0)),
         "several": ([[request(0)], [request(1), request(2)], [request(3), request(4)]], changed(12, 0, 1.0)),
@@ -377,7 +381,7 @@ def test_two_processes_compare_their_caches(tmp_path):
         "mean",
     }
     first, second = compared(tmp_path, scenarios)
-    assert first == second  # no rank goes on without the others
+    assert first == second  # no rank continues without the others
     for name, (outcome, *more) in first.items():
         if name in refused:
             assert outcome.startswith("some/model: expected the same hidden states on all 2"), (name, outcome)

@@ -1,4 +1,4 @@
-"""What a request asks for, as clients would write it."""
+"""A request's parameters, as clients write them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_key_and_a_path_together_are_both_refused(path):
     assert (options.key, options.path, options.by_path, options.chosen) == ("r-1", None, False, False)
     assert set(options.refused) == set(both)
     assert all("Give one" in reason for reason in options.refused.values())
-    # A path that is refused for a reason of its own is set aside alone.
+    # If the path has its own fault, only the path is ignored.
     assert (off := read(both, allowed=False)).key == "row-17"
     assert set(off.refused) == {"hidden_states_path"}
 
@@ -132,7 +132,7 @@ def test_a_wrong_value_is_refused_alone(name, value):
     options = read({name: value, "do_remote_prefill": True})
     assert set(options.refused) == {name}
     assert "expected" in options.refused[name]
-    assert options == read({}) or options.refused  # all else is as if it had not been given
+    assert options == read({}) or options.refused  # the rest is as if it had not been given
     assert (options.key, options.layer_ids, options.tokens, options.save) == ("r-1", CAPTURED, ALL, True)
 
 
@@ -247,7 +247,7 @@ OF_A_RUN = [
         "sub/run.json",
         "sub/a/complete.json",
     ),
-    # What some file system takes for one of them: letter case, normalisation, ignored characters, ends of names.
+    # Names that some file systems treat as equal: letter case, normalisation, ignored characters, endings.
     *("RUN.JSON", "Run.json", "run.json.", "run.json ", "run.json:stream", "\u017fub/run.json", "r\u200bun.json"),
     *("data./x", "DATA /x", "\uff44ata/x", "\u212aeep/../run.json", "run.j\u017fon"),
 ]
@@ -326,7 +326,7 @@ PATHS = [
 
 
 def casefolding(name: str) -> str:
-    """What a file system that folds case and normalises takes for the same name."""
+    """Map a name as a file system does that folds case and normalises."""
     import unicodedata
 
     return unicodedata.normalize("NFKC", name).casefold()
@@ -334,10 +334,10 @@ def casefolding(name: str) -> str:
 
 @pytest.mark.parametrize("path", PATHS, ids=ascii)
 def test_what_lies_under_a_path_never_replaces_the_object_or_the_marker_of_a_key(path):
-    """An object with a path is put over what is there; one with a key only where there is none."""
+    """An object with a path replaces the existing one. One with a key is stored only if none exists."""
     options = read({"hidden_states_path": path})
     if options.path is None:
-        assert options.name == ("r-1.safetensors" if options.refused else path)  # put as a key's: only if absent
+        assert options.name == ("r-1.safetensors" if options.refused else path)  # stored like a key's: only if absent
         assert options.by_path == (not options.refused)
         return
     for key in KEYS:
@@ -347,7 +347,7 @@ def test_what_lies_under_a_path_never_replaces_the_object_or_the_marker_of_a_key
 
 
 def test_a_name_costs_no_more_than_its_key_has_characters_that_count():
-    """A step of the engine asks for it several times. Thread time, of a key of 4 KiB."""
+    """The engine calls it several times in a step. Thread time, for a key of 4 KiB."""
 
     def seconds(key: str) -> float:
         started = time.thread_time()
@@ -429,7 +429,7 @@ COSTLY = [
 def test_the_cost_of_a_parameter_does_not_grow_with_what_was_sent(make):
     name, value = make()
     params = {f"hidden_states_{name}": value}
-    hash(next(iter(params)))  # as JSON's reader does
+    hash(next(iter(params)))  # as the JSON reader does
     before = time.thread_time()
     options = read(params)
     assert time.thread_time() - before < 0.02
@@ -443,7 +443,7 @@ def test_unknown_names_cost_and_are_answered_up_to_a_limit():
     before = time.thread_time()
     options = read(params)
     assert time.thread_time() - before < 0.02
-    assert options.key == "k"  # what is known is found all the same
+    assert options.key == "k"  # known names are still found
     assert len(options.refused) <= MAX_UNKNOWN + 1
     assert len(json.dumps(dict(options.refused))) < 4000
     assert str(MAX_PARAMS) in options.refused["kv_transfer_params"]

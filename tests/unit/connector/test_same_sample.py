@@ -1,4 +1,4 @@
-"""A key stands for one sample, whichever servers use it: the scheduler, the writers and the markers agree on which."""
+"""A key stands for one sample on all servers: the scheduler, the writers and the markers agree which one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.unit.connector.small_server import SmallServer
 NAME = "k.safetensors"
 PROMPT = [1, 2, 3, 4, 5, 6]
 
-#: What is asked with ``PROMPT``, and what another request of the key changes: not the stored token ids, where possible.
+#: Parameters with ``PROMPT``, and the change in another request of the key. Stored token ids stay equal if possible.
 OTHERS = {
     "mean": ({"tokens": "mean"}, {"prompt": [9, 2, 3, 4, 5, 6]}),
     "last": ({"tokens": "last"}, {"prompt": [9, 2, 3, 4, 5, 6]}),
@@ -55,7 +55,7 @@ OTHERS = {
     "an image at another place": ({"images": [1]}, {"images": [2]}),
     "another salt": ({"salt": "a"}, {"salt": "b"}),
 }
-#: How the second request comes: (the same server, settings of the second server, by path).
+#: How the second request is sent: (to the same server, settings of the second server, by path).
 SCENES = {
     "restart": (False, {}, False),
     "second server": (True, {}, False),
@@ -94,7 +94,7 @@ def test_another_sample_is_a_conflict_and_the_same_one_is_stored(store, tmp_path
     if not together:
         a.close()
     before, states = store.get(NAME), read(store)
-    # The same sample, of a server that remembers nothing and computes other states.
+    # The same sample, from a server that does not remember the first, and computes other states.
     b = SmallServer(tmp_path, store, **{"ttl_seconds": 3600, **more})
     b.ask(**one)
     again = read(store)
@@ -105,14 +105,14 @@ def test_another_sample_is_a_conflict_and_the_same_one_is_stored(store, tmp_path
         assert again["meta"]["expires"] >= states["meta"]["expires"] + 3000
         data = Part.open(store, NAME).header_bytes
         assert kept[data:] == before[len(before) - (len(kept) - data) :]
-    # Another one of that key, by a third server.
+    # Another sample of that key, from a third server.
     b.close()
     c = SmallServer(tmp_path, store, **{"ttl_seconds": 3600, **more})
     c.ask(**two)
     with pytest.raises(SampleFailed, match="another sample"):
         read(store)
     assert store.get(NAME) == kept
-    # The conflict stays, whatever comes; without its marker the first sample is there.
+    # The conflict stays after any other request. Without its marker the first sample is readable.
     c.close()
     d = SmallServer(tmp_path, store, ttl_seconds=3600)
     d.ask(**one)
@@ -128,7 +128,7 @@ def test_another_sample_is_a_conflict_and_the_same_one_is_stored(store, tmp_path
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_within_one_server_it_is_the_same(store, tmp_path, other):
-    """The scheduler knows before the request's first token."""
+    """The scheduler knows it before the request's first token."""
     first, change = OTHERS[other]
     server = SmallServer(tmp_path, store)
     server.ask(**asked(first, {}))
@@ -264,7 +264,7 @@ def test_an_object_never_ends_earlier_than_it_said(store, tmp_path, before, afte
 
 @pytest.mark.parametrize(("left_s", "said"), [(3600, "object is not renewed"), (1, "was not stored")])
 def test_a_process_that_locks_an_object_stops_no_writer(tmp_path, caplog, left_s, said):
-    """Any user who may read a file can take a shared lock of it. Then it cannot be renewed."""
+    """Any user who may read a file can take a shared lock on the file. Then it cannot be renewed."""
     server = SmallServer(tmp_path, ttl_seconds=left_s)
     server.ask(PROMPT, key="k")
     server.close()
@@ -317,14 +317,14 @@ def test_an_object_that_is_deleted_while_it_is_looked_at_is_stored(store, tmp_pa
 
 
 def test_a_renewal_by_another_server_between_two_requests_is_no_conflict(store, tmp_path):
-    """The other object is the same sample, of another length."""
+    """The other object is the same sample with another length."""
 
     class Renewing(WrappedStore):
         def head(self, name):
             found = super().head(name)
             if name == NAME and not renewed:
                 renewed.append(1)
-                other = SmallServer(tmp_path, store)  # its samples have no end
+                other = SmallServer(tmp_path, store)  # its samples do not expire
                 other.ask(PROMPT, key="k")
                 other.close()
             return found
@@ -346,7 +346,7 @@ def test_a_renewal_by_another_server_between_two_requests_is_no_conflict(store, 
     assert renewed
     assert names(store) == {NAME}
     assert "expires" not in read(store)["meta"]
-    # A reader in that moment looks again.
+    # A reader at that moment tries again.
     store.delete(NAME)
     server = SmallServer(tmp_path, store, markers=store, ttl_seconds=60)
     server.ask(PROMPT, key="k")
@@ -396,8 +396,10 @@ def test_an_object_that_is_replaced_before_it_is_renewed_is_looked_at_again(stor
 
 
 class RenewedAtCall(WrappedStore):
-    """Before call number ``at`` (from 0) for the object, another server removes its end. ``verbs``: only these count;
-    default: all."""
+    """Before call number ``at`` (from 0) for the object, another server removes its expiry.
+
+    ``verbs``: the counted calls. Default: all.
+    """
 
     def __init__(self, inner, at, tmp_path, verbs=()):
         super().__init__(inner)
@@ -417,7 +419,7 @@ class RenewedAtCall(WrappedStore):
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("how", ["ask", "abort", "read"])
 def test_an_object_that_is_renewed_while_it_is_opened_is_no_other_sample(tmp_path, how, at):
-    """Another server at the prefix moves its end: the object has another length then."""
+    """Another server at the prefix changes its expiry: the object then has another length."""
     store = MemoryStore()
     first = SmallServer(tmp_path, store, ttl_seconds=100)
     first.ask(PROMPT, key="k")
@@ -461,7 +463,7 @@ def test_one_stored_object_at_a_time_is_in_memory_to_be_renewed(tmp_path):
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("same", [True, False])
 def test_a_failed_request_finds_what_the_object_is_while_another_server_renews_it(tmp_path, same, at):
-    """It has another length then, and is read in several requests."""
+    """The object then has another length. It is read in several requests."""
     store = MemoryStore()
     first = SmallServer(tmp_path, store, ttl_seconds=100)
     first.ask(PROMPT, key="k")
@@ -525,7 +527,7 @@ def test_an_aborted_repetition_leaves_the_stored_sample_readable(store, tmp_path
 
 @pytest.mark.parametrize("params", [{"key": "k"}, {"path": NAME}])
 def test_a_failed_request_of_another_sample_is_a_conflict_where_there_is_an_object(store, tmp_path, params):
-    """Else its reader, who can compute the name, would be given the first one's states."""
+    """Otherwise its reader, who can compute the name, would get the first request's states."""
     server = SmallServer(tmp_path, store)
     server.ask(PROMPT, **params)
     server.close()
@@ -552,7 +554,7 @@ def test_a_failed_request_without_an_object_stands_for_nothing(store, tmp_path):
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("order", permutations("abc"))
 def test_requests_of_one_path_that_a_key_has_are_under_way_together(store, tmp_path, same, order):
-    """Paths claim no key, so the scheduler takes them all. Two are stored, or fail, and one fails."""
+    """Paths claim no key, so the scheduler accepts them all. Two are stored, or fail, and one fails."""
     server = SmallServer(tmp_path, store)
     requests = {
         "a": server.begin(PROMPT, path=NAME),
@@ -611,7 +613,7 @@ ABOUT = {"model": "m", "revision": None, "norm": "pre"}
 
 
 def act(store, how, *args, **kwargs) -> Between:
-    """One call of another server's ``Markers``, to its end."""
+    """Run one call of another server's ``Markers`` to its end."""
     found = store if isinstance(store, Between) else Between(store)
     markers = Markers(found, about=ABOUT)
     getattr(markers, how)("k", NAME, *args, **kwargs)
@@ -625,7 +627,7 @@ def act(store, how, *args, **kwargs) -> Between:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_no_order_of_object_marker_and_clear_hides_a_sample_or_gives_another(same):
-    """One server stores and clears, another one fails: at every pair of moments between the second one's calls."""
+    """One server stores and clears, another one fails, at every pair of moments between the second one's calls."""
     identity = {"request": "1" * 32, "tokens": "2" * 32}
     request = identity["request"] if same else "3" * 32
     seen = set()
@@ -674,7 +676,7 @@ def test_a_reader_that_looked_before_the_object_was_stored_looks_again():
     reader = Between(store)
     with suppress(SampleFailed):
         read(reader)
-    # Before each call up to the look at the marker: then the reader has not met the truth of any moment.
+    # Before each call up to the read of the marker: the reader has then seen a state that never existed as a whole.
     for at in range([name for _, name in reader.calls].index("k.error.json") + 1):
         act(store, "fail", "aborted", requests=["1" * 32])
         racing = Between(store, {at: [lambda: put_old(store, {}, PROMPT)]})
@@ -703,7 +705,7 @@ def test_markers_of_earlier_versions_hide_the_object(marker, hides):
 
 
 def test_a_refused_request_does_not_get_another_requests_sample(store, tmp_path):
-    """Its texts are too long to be hashed: it is the same sample as no other."""
+    """Its texts are too long to be hashed, so it equals no other sample."""
     server = SmallServer(tmp_path, store, markers=store)
     server.ask(PROMPT, key="k")
     assert read(store)["token_ids"].tolist() == PROMPT

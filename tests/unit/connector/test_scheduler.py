@@ -1,4 +1,4 @@
-"""The scheduler half on requests of vLLM's own class."""
+"""The scheduler half, with requests of vLLM's own class."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def an_image(identifier: str, offset: int = 0) -> SimpleNamespace:
 
 
 def meta(scheduler: SchedulerHalf, *new: Request):
-    """One step, in which ``new`` are scheduled for the first time."""
+    """Run one step, in which ``new`` are scheduled for the first time."""
     return scheduler.build_meta(
         SimpleNamespace(
             total_num_scheduled_tokens=0, scheduled_new_reqs=[SimpleNamespace(req_id=r.request_id) for r in new]
@@ -74,7 +74,7 @@ def test_a_whole_prompt_is_saved_under_the_key_that_was_asked_for():
     (save,) = meta(scheduler).saves
     assert save.token_ids.tolist() == list(range(20))
     assert save.block_ids.tolist() == [5, 9]
-    assert meta(scheduler).saves == []  # told once
+    assert meta(scheduler).saves == []  # reported once
     scheduler.copies_done({save.request_id})
     assert not scheduler.holds_blocks
 
@@ -111,8 +111,9 @@ def test_never_scheduled_is_told_and_holds_nothing():
 
 @pytest.mark.parametrize("tokens", ["last", "mean", [-2, None], "stride:3", "loss_mask"])
 def test_two_computations_of_a_row_are_told_apart_by_all_their_tokens(tokens):
-    """A row whose replica died is computed again, and may get another text. What is selected of both may be the same
-    tokens: a reader that joined their columns would mix two texts."""
+    """A row whose replica died is computed again, and may get another text. The selected tokens of both texts may be
+    equal: a reader that joined their columns would mix two texts.
+    """
     hashes = set()
     for text in ([5, 8, 8, 9], [6, 8, 8, 9], [5, 8, 8, 9]):
         scheduler = half()
@@ -130,7 +131,7 @@ def test_two_computations_of_a_row_are_told_apart_by_all_their_tokens(tokens):
     r = request(6, 9, generated=4, hidden_states_key="k", include_output_tokens=True)
     scheduler.new_request(r)
     scheduler.request_finished(r, [0, 1])
-    assert meta(scheduler).saves[0].sample_hash == ""  # its own tokens say it
+    assert meta(scheduler).saves[0].sample_hash == ""  # its token ids identify it
 
 
 def test_output_tokens_end_before_the_last_which_was_never_an_input():
@@ -146,14 +147,14 @@ def test_owners_take_turns_and_are_told_when_a_request_is_first_scheduled():
         scheduler.new_request(r)
     m = meta(scheduler, *requests)
     assert [(e.request_id, e.owner) for e in m.expected] == [(r.request_id, i % 2) for i, r in enumerate(requests)]
-    assert meta(scheduler, requests[0]).expected == []  # preempted and resumed: V2 calls it new again
+    assert meta(scheduler, requests[0]).expected == []  # preempted and resumed: the V2 runner receives it as new again
     for r in requests:
         scheduler.request_finished(r, [1])
     assert [s.owner for s in meta(scheduler).saves] == [0, 1, 0, 1]
 
 
 def test_requests_of_one_name_have_one_owner_whatever_becomes_of_them():
-    """Two ranks would race: for the object, for its marker, and for the order in which both are stored."""
+    """Two ranks would race for the object, for its marker, and for the order in which both are stored."""
     scheduler = half(tp=3, output="/data/x", allow_custom_save_path=True)
     r = [
         request(3, 3, request_id="a-1", hidden_states_key="k"),
@@ -175,7 +176,7 @@ def test_requests_of_one_name_have_one_owner_whatever_becomes_of_them():
     assert set(owners) == {each.request_id for each in r}
     assert len({owners[f"{name}-1"] for name in "acdeh"}) == 1
     assert owners["f-1"] == owners["g-1"]
-    assert len({owners["a-1"], owners["b-1"], owners["f-1"]}) == 3  # others still take turns
+    assert len({owners["a-1"], owners["b-1"], owners["f-1"]}) == 3  # other requests still alternate
 
 
 def test_a_clients_request_id_cannot_leave_the_prefix():
@@ -267,7 +268,7 @@ def test_the_same_key_for_other_tokens_is_told_and_for_the_same_is_stored_again(
     held, _ = scheduler.request_finished(
         request(4, 4, hidden_states_key="k", request_id="d-1", hidden_states_layers=[2]), [1]
     )
-    assert not held  # other layers are another sample too
+    assert not held  # other layers are another sample, too
 
 
 @pytest.mark.parametrize(("setting", "stored"), [("store", True), ("drop", False)])
@@ -333,7 +334,7 @@ def test_adapters_are_told_apart():
 
 @pytest.mark.parametrize("outputs", [False, True])
 def test_a_key_of_another_prompt_is_refused_before_its_first_token(outputs):
-    """Its answer may leave at any step: the workers know by then that there is a marker to store."""
+    """Its answer may be sent in any step. By then the workers know that they must store a marker."""
     scheduler = half()
     first, second, third = (
         request(n, n, hidden_states_key="k", include_output_tokens=outputs, request_id=request_id)
@@ -350,7 +351,7 @@ def test_a_key_of_another_prompt_is_refused_before_its_first_token(outputs):
     held, answer = scheduler.request_finished(second, [1])
     assert not held
     assert "used before" in answer["hidden_states_meta"]["refused"]["hidden_states_key"]
-    assert meta(scheduler).skipped == []  # told once
+    assert meta(scheduler).skipped == []  # reported once
     assert scheduler.request_finished(first, [1])[0]
 
 
@@ -405,7 +406,7 @@ def test_names_that_clients_make_up_are_warned_of_once(caplog):
             r = request(4, 4, request_id=f"{i}-1", hidden_states_layers=[99], **{f"hidden_states_x{i}": 1})
             _, answer = scheduler.request_finished(r, [1])
             assert f"hidden_states_x{i}" in answer["hidden_states_meta"]["refused"]
-    assert len(caplog.records) == 2  # a name of ours with a wrong value, and all the others
+    assert len(caplog.records) == 2  # a known name with a wrong value, and all the others
 
 
 def test_what_the_workers_were_never_told_is_said_at_the_end(caplog):
@@ -478,7 +479,7 @@ def nested_in(depth: int) -> dict:
 
 
 def test_metadata_of_any_depth_travels_as_text_and_harms_no_other_request_of_its_step():
-    """vLLM pickles a step's metadata for its worker processes, within the engine's step."""
+    """vLLM pickles a step's metadata for its worker processes inside the engine's step."""
     scheduler = half()
     requests = [
         request(4, 4, request_id="deep-1", hidden_states_metadata=nested_in(600)),
@@ -496,7 +497,7 @@ def test_metadata_of_any_depth_travels_as_text_and_harms_no_other_request_of_its
 
 
 def test_what_vllm_pickles_of_a_request_for_its_workers_has_no_parameters_of_a_client():
-    """Of none, also those that are not ours; and the other choices of the prompt, which share them, keep theirs."""
+    """Foreign parameters are removed, too. The prompt's other choices share them, and keep theirs."""
     shared = SamplingParams(
         max_tokens=8,
         extra_args={"kv_transfer_params": {"hidden_states_key": "k", "other": nested_in(100_000)}, "mine": 1},
@@ -525,7 +526,7 @@ def test_a_request_id_of_any_length_costs_what_a_short_one_does():
         scheduler.request_finished(r, [1])
     last = meta(scheduler)
     (save,) = last.saves
-    assert save.request_id == long  # vLLM's own must come back whole
+    assert save.request_id == long  # vLLM needs its own unchanged
     assert save.id == save.key == first.expected[0].request_id
     assert last.skipped[0].request_id == first.expected[1].request_id != save.id
     assert max(len(e.request_id) for e in first.expected) < 400
@@ -543,7 +544,7 @@ def test_an_images_long_identifier_is_hashed():
 
 
 def test_a_path_that_a_key_has_obeys_the_keys_claim_and_makes_none():
-    """Programs for vLLM's connector delete what they have read, and use the path again."""
+    """Programs for vLLM's connector delete samples after reading, and use the path again."""
     scheduler = half(output="/data/x", allow_custom_save_path=True)
 
     def ask(n: int, **params) -> dict:
@@ -559,12 +560,12 @@ def test_a_path_that_a_key_has_obeys_the_keys_claim_and_makes_none():
     answer = ask(4, hidden_states_path="row-17.safetensors")
     assert "used before" in answer["hidden_states_meta"]["reason"]
     assert ask(3, hidden_states_path="row-17.safetensors")["hidden_states_key"] == "row-17"  # the same sample
-    assert all(not save.name for save in meta(scheduler).saves)  # each is put only where there is none
+    assert all(not save.name for save in meta(scheduler).saves)  # each is stored only if absent
 
 
 @pytest.mark.parametrize("step", ["_admit", "_covered", "_answer"])
 def test_an_error_that_one_request_causes_costs_it_alone(monkeypatch, step):
-    """Raised within the engine's step it would end the engine. ``_answer`` is called after the save was queued."""
+    """An error inside the engine's step would end the engine. ``_answer`` is called after the save was queued."""
     work = getattr(SchedulerHalf, step)
 
     def fail_for_bad(self, first, *args):

@@ -1,4 +1,4 @@
-"""A connector's counters on their way through vLLM: from a worker's interval to Prometheus, and to Ray's metrics."""
+"""A connector's counters on their way through vLLM: from a worker's interval to Prometheus and to Ray's metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RAY = {
 
 @pytest.fixture
 def interval():
-    """What two ranks counted, as vLLM adds it up: data alone crosses its processes."""
+    """The counts of two ranks, as vLLM adds them up: only data crosses its processes."""
     from hsx_dist.connector.stats import HiddenStatesStats
 
     both = HiddenStatesConnector.build_kv_connector_stats()
@@ -29,13 +29,13 @@ def interval():
     for stored in (2, 3):
         meter = Meter()
         increments = Increments(meter)
-        assert HiddenStatesStats.of(increments) is None  # nothing happened: nothing is sent
+        assert HiddenStatesStats.of(increments) is None  # nothing happened, so nothing is sent
         meter.add("stored", stored)
         meter.add("failed_parts", 1, "Denied")
         meter.watch("ring_bytes", lambda: 64)
         told = HiddenStatesStats.of(increments)
         both = both.aggregate(HiddenStatesConnector.build_kv_connector_stats(data=dict(told.data)))
-        assert HiddenStatesStats.of(increments) is None  # each is told once
+        assert HiddenStatesStats.of(increments) is None  # each is reported once
     return both
 
 
@@ -46,7 +46,7 @@ def build(types):
 
 @pytest.fixture
 def registry():
-    """Prometheus's own, as vLLM uses it, as it was."""
+    """Restore Prometheus's registry, which vLLM changes."""
     before = set(REGISTRY._collector_to_names)
     yield REGISTRY
     for collector in set(REGISTRY._collector_to_names) - before:
@@ -70,7 +70,8 @@ def test_counters_of_all_ranks_reach_prometheus(interval, registry):
 
 def test_counters_reach_rays_metrics_where_ray_serves(interval, monkeypatch):
     """Through vLLM's wrappers of Ray's metrics (``RayKVConnectorProm``). They import Ray Serve, which is not installed
-    here, to ask which of its replicas they are in."""
+    here, to find their replica.
+    """
     import ray.util.metrics
 
     monkeypatch.setattr(ray_wrappers, "ray_metrics", ray.util.metrics)

@@ -1,4 +1,4 @@
-"""Which tokens of a request are stored, and what says so."""
+"""Which tokens of a request are stored, and how the sample describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which vLLM is taken, warned of or refused, and its cache's axes."""
+"""Which vLLM versions are accepted, accepted with a warning, or refused, and their cache's axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker half on a cache that torch made, with an outlet that keeps what it is given."""
+"""The worker half on a cache made by torch, with an outlet that keeps its pages."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class KeepingOutlet:
         self.refs: list[Page] = []
         self.skipped: list[Skip] = []
         self.expected: list[Expect] = []
-        self.waited: list[int] = []  # how much was skipped when somebody waited
+        self.waited: list[int] = []  # number of skipped requests at each wait
 
     def admit(self, _):
         return True
 
     def submit(self, *pages):
         for ref, ready in pages:
-            ready()  # as the shipping thread does before it looks at the page
+            ready()  # as the shipping thread does before it reads the page
             self.refs.append(ref)
 
     def expect(self, expected):
@@ -58,7 +58,7 @@ class KeepingOutlet:
         pass
 
     def take(self):
-        """The pages submitted since the last call, copied; their room goes back to the ring."""
+        """The pages submitted since the last call, copied. Their room is returned to the ring."""
         pages = [(r.attached(self.memory), r.attached(self.memory).data.copy()) for r in self.refs]
         for ref in self.refs:
             self.ring.free(ref.offset)
@@ -86,7 +86,7 @@ def test_pages_hold_exactly_the_tokens_of_the_request(n):
     s = save(n)
     worker.step(Step(saves=[s]))
     assert worker.finished() == {"req-k"}
-    assert worker.finished() == set()  # named exactly once
+    assert worker.finished() == set()  # reported exactly once
     expected = cache[torch.from_numpy(s.block_ids)].permute(1, 0, 2, 3).reshape(LAYERS, -1, HIDDEN)[:, :n].numpy()
     seen = np.zeros(n, int)
     for page, data in outlet.take():
@@ -137,14 +137,14 @@ def test_an_engine_with_nothing_to_do_waits_for_the_ring_instead_of_spinning(mon
     waits: list[float] = []
     monkeypatch.setattr(outlet.ring, "wait", waits.append)
     worker.step(Step(saves=[save(8, key="a"), save(8, key="b")]))
-    assert waits == []  # there was something to do
+    assert waits == []  # there was work to do
     for _ in range(3):
         worker.step(Step(idle=True))
     assert waits == [IDLE_WAIT_S] * 3
     assert {n: v for (n, _), v in outlet.meter.sums().items()}["store_wait_seconds"] > 0
     outlet.take()
     worker.step(Step(idle=True))
-    assert len(waits) == 3  # nothing waits for room
+    assert len(waits) == 3  # no page waits for room
 
 
 def test_pages_say_whose_they_are_and_two_copies_are_told_apart():
@@ -166,7 +166,7 @@ def test_what_readers_rely_on_is_asked_for_before_the_model_runs_and_there_when_
     assert not outlet.waited
     worker.step(step)
     assert outlet.expected == step.expected  # once
-    assert outlet.waited == [1]  # after what is skipped, and without any sample to copy
+    assert outlet.waited == [1]  # after the skip, with no sample to copy
 
 
 def test_plan_is_whole_blocks_within_page_frame_and_segment():
@@ -224,7 +224,7 @@ def test_at_the_end_what_waits_is_still_copied_and_what_could_not_be_is_counted(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [1, 9, 70])
 def test_a_mean_is_one_float32_row_over_all_tokens(n, dtype, token_major, monkeypatch):
-    monkeypatch.setattr("hsx_dist.connector.gather.MEAN_ROWS", 16)  # several pieces
+    monkeypatch.setattr("hsx_dist.connector.gather.MEAN_ROWS", 16)  # makes several pieces
     outlet = KeepingOutlet(1 << 20)
     cache = torch.randn(BLOCKS, LAYERS, BLOCK, HIDDEN).to(dtype)
     if token_major:
@@ -265,7 +265,7 @@ def test_any_positions_and_what_is_attached_to_the_first_segment_alone():
 
 
 def test_pinned_memory_is_registered_and_given_back(monkeypatch, caplog):
-    """Without a GPU: the calls alone."""
+    """Without a GPU: only the calls are checked."""
     calls = []
 
     class Runtime:
@@ -293,7 +293,7 @@ def test_pinned_memory_is_registered_and_given_back(monkeypatch, caplog):
 
 
 def test_a_request_that_cannot_be_copied_costs_itself_alone():
-    """Its blocks come free, its failure is told, and no error reaches the engine's step."""
+    """Its blocks are freed, its failure is reported, and the engine's step gets no error."""
     outlet = KeepingOutlet(1 << 20)
     _, worker = half(outlet)
     bad = dataclasses.replace(save(8, key="bad"), positions=np.array([0, 1_000_000]), id="short")
@@ -346,7 +346,7 @@ def test_what_a_client_says_of_its_sample_goes_with_its_pages_as_text():
     ("stream", "which", "apart"), [*product([False, True], range(3), [False]), (False, 0, True), (False, 1, True)]
 )
 def test_a_page_that_fails_in_its_copy_costs_its_sample_alone(tmp_path, monkeypatch, stream, which, apart):
-    """The blocks and ring bytes come free, the client gets the reason, and other requests of the batch are stored."""
+    """The blocks and ring bytes are freed, the client gets the reason, and the batch's other requests are stored."""
     copy_page = copier_module.gather
 
     def copy_or_fail(cache, places, out, order):
@@ -375,7 +375,7 @@ def test_a_page_that_fails_in_its_copy_costs_its_sample_alone(tmp_path, monkeypa
     assert outlet.pending == 0
     assert outlet.ring.used_bytes == 0
     if not apart:
-        assert outlet._writers.sink.held_bytes == 0  # also of the pages before
+        assert outlet._writers.sink.held_bytes == 0  # also for the pages before
     assert outlet.meter.sums()["failed", ""] == 1
     assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == ["a.safetensors", "b.safetensors"]
     marker = (tmp_path / "bad.error.json").read_text()
@@ -399,7 +399,7 @@ def test_copies_wait_for_earlier_steps_and_not_for_the_models_run_of_their_own_s
         "the model's run", "record 0 on model", "copies wait for 0", "the model's run", "record 1 on copies",
         "the model's run",
     ]  # fmt: skip
-    worker.step(Step(saves=[save(4)]))  # a caller that announced no step: the copies wait for all that is queued
+    worker.step(Step(saves=[save(4)]))  # the caller announced no step: the copies wait for all queued work
     assert [call for call in recorded.calls if "2" in call] == ["record 2 on model", "copies wait for 2"]
 
 
@@ -414,7 +414,7 @@ def test_a_device_that_is_lost_ends_the_step(monkeypatch):
 
 
 def test_a_selection_that_never_fits_into_the_ring_costs_itself_alone():
-    """A mean is float32, so that one row may need more bytes than a page of the cache's dtype."""
+    """A mean is float32, so one row may need more bytes than a page of the cache's dtype."""
     outlet = KeepingOutlet(64)  # a page is 48 bytes
     cache = torch.randn(BLOCKS, LAYERS, 1, HIDDEN).to(torch.bfloat16)
     worker = WorkerHalf([hidden_states_in(cache, (1, 2, 3))], outlet, page_bytes=1, segment_bytes=1 << 20)

@@ -1,7 +1,7 @@
-"""Requests through the worker half on a device: a model that writes known numbers, a scheduler that reuses blocks at
-once, and writers that read pages as late as the ring allows.
+"""Requests through the worker half on a device.
 
-The same program runs on the simulated device and on a GPU.
+The model writes known numbers, the scheduler reuses blocks at once, and the writers read pages as late as the ring
+allows. The same program runs on the simulated device and on a GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hsx_dist.transport.local_end import LocalEnd
 LAYERS, BLOCK, HIDDEN = 3, 4, 8
 CACHE_BLOCKS = 40
 PAGE_BYTES = 2 * BLOCK * LAYERS * HIDDEN * 4  # two blocks
-#: Tokens of a step.
+#: Tokens per step.
 CHUNK = 24
 LAYER_IDS = (1, 2, 3)
 
 
 class WrongNumbers(AssertionError):
-    """A stored state is not what the model computed."""
+    """A stored state differs from the model's."""
 
 
 class Backend(Protocol):
@@ -45,10 +45,10 @@ class Backend(Protocol):
         """Make the model's stream late."""
 
     def stuck(self) -> None:
-        """The host can do nothing more until the device progresses: let it."""
+        """Let the device progress: the host can do nothing until it does."""
 
     def stalled(self) -> int:
-        """How often the host has waited for a copy so far."""
+        """How often the host has waited for a copy."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Request:
     computed: int = 0
 
     def states(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """float32 ``[LAYERS, stop - start, HIDDEN]``: every number names its request, token, layer and channel."""
+        """float32 ``[LAYERS, stop - start, HIDDEN]``: every number identifies its request, token, layer and channel."""
         token = np.arange(start, stop)[None, :, None]
         layer, channel = np.arange(LAYERS)[:, None, None], np.arange(HIDDEN)[None, None]
         return (((self.number * 128 + token) * LAYERS + layer) * HIDDEN + channel).astype(np.float32)
@@ -94,7 +94,7 @@ class Request:
 
 
 def requests(seed: int, count: int = 16) -> list[Request]:
-    """Random lengths; of some only a few tokens or layers, or the mean."""
+    """Requests of random lengths. Some store only a few tokens or layers, or the mean."""
     rng = np.random.default_rng(seed)
     made = []
     for n in range(count):
@@ -114,7 +114,7 @@ def requests(seed: int, count: int = 16) -> list[Request]:
 
 
 class LateReader:
-    """A ``Sender`` that keeps pages, and reads one only when it is asked to."""
+    """A ``Sender`` that keeps pages, and reads a page only on ``read``."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[Page, Callable[[Page], None]]] = []
@@ -124,7 +124,7 @@ class LateReader:
         self.kept += [(page, release) for page in pages]
 
     def read(self) -> bool:
-        """Read the oldest page, and give its place in the ring back; False where there is none."""
+        """Read the oldest page, and return its ring slot. False if there is no page."""
         if not self.kept:
             return False
         page, release = self.kept.pop(0)
@@ -143,7 +143,7 @@ class LateReader:
 
 
 class Run:
-    """Steps of an engine. What ``worker`` says is finished is reused by the next request, at once."""
+    """Steps of an engine. Blocks that ``worker`` reports as finished are used by the next request at once."""
 
     def __init__(self, backend: Backend, wanted: Sequence[Request], *, order: Order = "LTH", ring_pages: int = 4):
         self.backend = backend
@@ -157,14 +157,14 @@ class Run:
         self.worker = WorkerHalf(
             [hidden_states_in(self.cache, LAYER_IDS)], self.outlet, page_bytes=PAGE_BYTES, segment_bytes=2 * PAGE_BYTES
         )
-        self.free = list(range(1, CACHE_BLOCKS))  # vLLM keeps block 0
+        self.free = list(range(1, CACHE_BLOCKS))  # vLLM reserves block 0
         self.waiting, self.running = list(self.wanted), list[Request]()
         self.held: dict[str, Request] = {}
         self.reported: list[str] = []
         self.host_waits = 0
 
     def run(self, *, ended: Sequence[Request] = (), drive: Callable[[Run], None] = lambda _: None) -> None:
-        """Until everything is stored. ``drive`` is called after each step; ``ended``: by the step before.
+        """Run until everything is stored. ``drive`` is called after each step. ``ended``: requests of the step before.
 
         Raises:
             WrongNumbers: a state differs.
@@ -172,20 +172,20 @@ class Run:
         ended = list(ended)
         deadline = time.monotonic() + 120
         while self.waiting or self.running or self.held or ended or self.outlet.pending or self.reader.kept:
-            assert time.monotonic() < deadline, f"stands still: {len(self.held)} requests hold their blocks"
+            assert time.monotonic() < deadline, f"expected progress, got {len(self.held)} requests that hold blocks"
             before = (len(self.reported), len(self.running), len(self.waiting), len(self.reader.kept))
             ended = self.step(ended)
             drive(self)
             after = (len(self.reported), len(self.running), len(self.waiting), len(self.reader.kept))
-            # As an engine with nothing to schedule: only now must the device and the writers progress.
+            # Like an engine with nothing to schedule: device and writers are forced to progress only now.
             if before == after and not self.reader.read():
                 self.backend.stuck()
-                time.sleep(1e-4)  # the shipping thread
+                time.sleep(1e-4)  # for the shipping thread
         self.close()
         self.check()
 
     def step(self, ended: list[Request]) -> list[Request]:
-        """One step; the requests that it ended."""
+        """Run one step. Returns the requests that it ended."""
         meta = Step(saves=[r.save() for r in ended], idle=not (self.waiting or self.running))
         self.worker.begin(meta)
         self.admit()
@@ -203,12 +203,12 @@ class Run:
     def admit(self) -> None:
         while self.waiting and len(self.free) >= -(-self.waiting[0].tokens // BLOCK):
             request = self.waiting.pop(0)
-            # The blocks that came free last are taken first.
+            # The blocks freed last are taken first.
             request.blocks = [self.free.pop() for _ in range(-(-request.tokens // BLOCK))]
             self.running.append(request)
 
     def forward(self) -> list[Request]:
-        """Queue the model's writes; the requests whose last token is among them."""
+        """Queue the model's writes. Returns the requests whose last token is in them."""
         if self.running:
             self.backend.before_forward()
         left, ended = CHUNK, []
@@ -235,7 +235,7 @@ class Run:
         self.outlet.close()
 
     def check(self) -> None:
-        """Every request is stored once, with its own numbers."""
+        """Check that every request is stored once, with its numbers."""
         names = [r.name for r in self.wanted]
         if sorted(self.reported) != sorted(names):
             raise WrongNumbers(f"expected each request to be reported finished once, got {sorted(self.reported)}")
@@ -244,4 +244,4 @@ class Run:
             got = np.concatenate([rows for _, rows in pages], axis=1) if pages else np.empty(0)
             expected = request.expected()
             if got.shape != expected.shape or not np.array_equal(got, expected):
-                raise WrongNumbers(f"{request.name}: other states than the model's")
+                raise WrongNumbers(f"{request.name}: expected the model's states, got others")

@@ -1,19 +1,19 @@
-"""A simulated asynchronous CUDA device: torch's operations on it are queued, and run as late as CUDA would allow.
+"""A simulated asynchronous CUDA device: it queues torch's operations, and runs them as late as CUDA would allow.
 
-``simulated_cuda`` makes torch see a device ``cuda:1`` on a machine without one. Its memory is host memory behind
-``SimulatedTensor``. Every operation goes to the queue of the stream that is current in the calling thread. A
-``Schedule`` decides which queues progress, within what streams and events promise:
+``simulated_cuda`` gives torch a device ``cuda:1`` on a machine without GPU. Its memory is host memory behind
+``SimulatedTensor``. Every operation goes to the queue of the calling thread's current stream. A ``Schedule`` decides
+which queues progress, within the guarantees of streams and events:
 
-- operations of one stream run in order; those of two streams run in any order, unless an event orders them;
-- a stream passes ``wait_event`` only once the event's last ``record`` was reached;
-- the host sees a result only after it waited for the stream or for an event behind the operation.
+- Operations of one stream run in order. Those of two streams run in any order, unless an event orders them.
+- A stream passes ``wait_event`` only after the event's last ``record`` was reached.
+- The host sees a result only after it waited for the stream or for an event behind the operation.
 
 Code that reads too early, reuses memory too early, or waits for the wrong event, reads ``POISON`` or other requests'
-numbers. Fresh memory is poison. Memory that Python frees becomes poison in the order of the stream that allocated it,
-as torch's caching allocator gives it to that stream's next tensor. Copies between the device and pageable host memory
-make the host wait, and are listed in ``Device.stalls``.
+numbers. New memory is poison. Memory that Python frees becomes poison in the order of the stream that allocated it:
+torch's caching allocator gives it to that stream's next tensor. Copies between the device and pageable host memory make
+the host wait, and are listed in ``Device.stalls``.
 
-What it does not do: time, several devices, graphs, ``record_stream``, and operations whose result the host needs
+Not simulated are time, several devices, graphs, ``record_stream``, and operations whose result the host needs
 (``item``, ``nonzero``): these raise.
 """
 
@@ -34,7 +34,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-#: Each byte of memory that holds no result. As float32 and int64 it is a number that no test computes with.
+#: Each byte of memory without a result. As float32 and int64 it is a number that no test computes with.
 POISON = 0xC5
 INDEX = 1
 DEVICE = torch.device("cuda", INDEX)
@@ -52,7 +52,7 @@ Item = Callable[[], None] | Mark | tuple[Mark]  # an operation, a record, a wait
 
 
 class Schedule(Protocol):
-    """Which queues progress at a call of the host."""
+    """Selects the queues that progress at a call of the host."""
 
     def tick(self, device: Device) -> None: ...
 
@@ -66,7 +66,7 @@ class Latest:
 
 @dataclass
 class SideFirst:
-    """Streams other than the default one run at once, as far as events let them; the model's stream is late."""
+    """Streams other than the default one run at once, unless an event stops them. The model's stream is late."""
 
     def tick(self, device: Device) -> None:
         for stream in device.streams[1:]:
@@ -76,7 +76,7 @@ class SideFirst:
 
 @dataclass
 class ModelFirst:
-    """The model's stream runs at once; all others are late."""
+    """The model's stream runs at once. All others are late."""
 
     def tick(self, device: Device) -> None:
         while device.streams[0].step():
@@ -96,7 +96,7 @@ class Random:
 
 
 class Allocation:
-    """Memory of the device. ``stream``: the one that was current at its allocation."""
+    """Memory of the device. ``stream``: the current stream at its allocation."""
 
     def __init__(self, device: Device, backing: torch.Tensor, stream: Stream):
         self.device, self.backing, self.stream = device, backing, stream
@@ -114,7 +114,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SimulatedTensor(torch.Tensor):
-    """A tensor on the simulated device. ``host``: the same view of its memory, as host memory."""
+    """A tensor on the simulated device. ``host``: the same view of its memory, as a host tensor."""
 
     host: torch.Tensor
     allocation: Allocation
@@ -133,7 +133,7 @@ class SimulatedTensor(torch.Tensor):
         (first, *_) = (t for t in tree_flatten((args, kwargs))[0] if isinstance(t, SimulatedTensor))
         return first.allocation.device.dispatch(func, args, kwargs or {})
 
-    # torch's own subscripts ask for a CUDA build before they dispatch.
+    # torch's subscript operators require a CUDA build before they dispatch.
     def __getitem__(self, key: Any) -> torch.Tensor:
         keys = key if isinstance(key, tuple) else (key,)
         if not any(isinstance(k, torch.Tensor) for k in keys):
@@ -152,7 +152,7 @@ class SimulatedTensor(torch.Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    """Sends operations that make tensors on the device there; the tensors' own come through ``SimulatedTensor``."""
+    """Sends operations that create tensors to the device. Operations on its tensors dispatch by ``SimulatedTensor``."""
 
     def __init__(self, device: Device):
         super().__init__()
@@ -172,7 +172,7 @@ class Stream:
     device: torch.device = DEVICE
 
     def step(self) -> bool:
-        """Run the first item; False where there is none, or it waits for another stream."""
+        """Run the first item. False if there is none, or if it waits for another stream."""
         with self.simulation.lock:
             if not self.items:
                 return False
@@ -214,7 +214,7 @@ class Stream:
 
 @dataclass(eq=False)
 class Event:
-    """``torch.cuda.Event``. It stands for its last ``record``; without one it is done."""
+    """``torch.cuda.Event``: refers to its last ``record``. Without a record it is done."""
 
     simulation: Device
     mark: Mark | None = None
@@ -240,7 +240,7 @@ class Event:
 
 
 class Device:
-    """The simulated device, and what torch's module ``torch.cuda`` is while it is there."""
+    """The simulated device, which also replaces the module ``torch.cuda``."""
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
@@ -250,7 +250,7 @@ class Device:
         self.streams: list[Stream] = []
         self.streams.append(Stream(self, len(self.streams)))
         self.stalls: list[str] = []  # where the host waited for a copy
-        self.contexts: set[int] = set()  # devices that were current in a thread that waited for an event
+        self.contexts: set[int] = set()  # current devices of threads that waited for an event
         self._refuse_stalls = False
         self._awaited: list[Mark] = []  # by other threads
         self._pinned: list[tuple[int, int]] = []
@@ -260,7 +260,7 @@ class Device:
     # -- progress ----------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """A call of the host: time passes."""
+        """Let time pass: the host has made a call."""
         with self.lock:
             self.schedule.tick(self)
 
@@ -273,7 +273,7 @@ class Device:
                 mark.stream.step()
 
     def wait_for(self, mark: Mark) -> None:
-        """Run what ``mark`` needs. Other threads than the test's block instead, until ``grant`` or the schedule."""
+        """Run the operations before ``mark``. Threads other than the test's block until ``grant`` or the schedule."""
         if threading.get_ident() == self.host_thread:
             self.run_until(mark)
             return
@@ -284,11 +284,10 @@ class Device:
             self._awaited.remove(mark)
 
     def grant(self) -> None:
-        """The host can do nothing more: run what another thread waits for or, where none waits, an operation a
-        stream."""
+        """The host can do nothing more: run the operations that another thread waits for, else one per stream."""
         with self.lock:
             if self._awaited:
-                self.run_until(self._awaited[-1])  # others may be later still
+                self.run_until(self._awaited[-1])  # others may be even later
                 return
             for stream in list(self.streams):
                 stream.step()
@@ -299,7 +298,7 @@ class Device:
     # -- tensors -----------------------------------------------------------------------------------------------------
 
     def put(self, host: torch.Tensor) -> SimulatedTensor:
-        """``host`` itself as memory of the device."""
+        """``host`` as memory of the device, without a copy."""
         return SimulatedTensor(host, Allocation(self, host, self.streams[0]))
 
     def _new(self, like: torch.Tensor) -> SimulatedTensor:
@@ -308,7 +307,7 @@ class Device:
         return SimulatedTensor(host, Allocation(self, host, self.current_stream()))
 
     def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """One of torch's operations."""
+        """Queue or run one of torch's operations."""
         flat = tree_flatten((args, kwargs))[0]
         ours = [t for t in flat if isinstance(t, SimulatedTensor)]
         name = func._schema.name.removeprefix("aten::")
@@ -375,7 +374,7 @@ class Device:
         self._refuse_stalls = mode == "error"
 
     def _stall(self, why: str) -> None:
-        """The host waits for all that is queued on the current stream."""
+        """Make the host wait for all operations queued on the current stream."""
         if self._refuse_stalls:
             raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
         self.stalls.append(why + "\n" + "".join(traceback.format_stack(limit=12)))
@@ -385,7 +384,7 @@ class Device:
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
         pinned = tensor.clone()
-        self._kept.append(pinned)  # its addresses stay its own
+        self._kept.append(pinned)  # keep it, so that its addresses are not used again
         self.host_register(pinned.data_ptr(), pinned.nbytes, 0)
         return pinned
 
@@ -455,7 +454,7 @@ class Device:
 
 
 def _indices(keys: tuple[Any, ...]) -> list[torch.Tensor | None]:
-    """Subscripts that are tensors or ``:``, as ``aten::index`` takes them."""
+    """Subscripts that are tensors or ``:``, in the form of ``aten::index``."""
     if wrong := [k for k in keys if not isinstance(k, torch.Tensor) and k != slice(None)]:
         raise NotImplementedError(f"expected tensors and ':' next to a tensor, got {wrong[0]!r}")
     return [k if isinstance(k, torch.Tensor) else None for k in keys]
@@ -478,10 +477,10 @@ def _ignore(_: Any) -> None:
 
 @contextmanager
 def simulated_cuda(schedule: Schedule) -> Iterator[Device]:
-    """``torch.cuda`` is a simulated device meanwhile, for tensors that this thread makes and for every thread's events.
+    """Replace ``torch.cuda`` by a simulated device, for tensors of this thread and for every thread's events.
 
-    Production code that keeps tensors of a device (``functools.lru_cache``) must not see those of another simulation:
-    the caches of ``gather`` are emptied before and after.
+    Production code that caches tensors of a device (``functools.lru_cache``) must not use those of another simulation.
+    So the caches of ``gather`` are emptied before and after.
     """
     from hsx_dist.connector import gather
 

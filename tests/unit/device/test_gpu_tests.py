@@ -1,4 +1,4 @@
-"""tests/gpu on the simulated device: what runs on a GPU alone is no untested code."""
+"""tests/gpu on the simulated device, so that code that runs only on a GPU is tested, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ for _name, _test in vars(on_gpu).items():
 
 @pytest.fixture
 def cuda():
-    """In the place of the GPU's. It progresses while the host does something else, as a GPU does."""
+    """Replaces the GPU's fixture. The device progresses while the host does something else, like a GPU."""
     with simulated_cuda(Random(0)) as device:
         ended = threading.Event()
 

@@ -1,4 +1,4 @@
-"""The simulated device keeps CUDA's promises, and none beside them."""
+"""The simulated device gives CUDA's guarantees, and no others."""
 
 from __future__ import annotations
 

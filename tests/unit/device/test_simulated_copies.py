@@ -1,4 +1,4 @@
-"""The worker half, its ring and the copies, on a simulated device whose every operation is as late as CUDA allows."""
+"""The worker half, its ring and the copies, on a simulated device that runs operations as late as CUDA allows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.device.simulated import Device, Latest, ModelFirst, Random, Sche
 
 pytestmark = pytest.mark.slow
 
-#: ``make soak`` takes more.
+#: ``make soak`` runs more.
 SEEDS = range(int(os.environ.get("HSX_SEEDS", "3")))
 
 
@@ -51,7 +51,7 @@ def schedules(seed: int) -> dict[str, Schedule]:
 @contextmanager
 def prepared(schedule: Schedule, seed: int, **options: Any) -> Iterator[tuple[Run, Device]]:
     with simulated_cuda(schedule) as device, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_module, "IDLE_WAIT_S", 0.0)  # the device's time is not the host's
+        patch.setattr(worker_module, "IDLE_WAIT_S", 0.0)  # the simulated device has no time
         yield Run(Simulated(device), requests(seed), **options), device
 
 
@@ -64,13 +64,13 @@ def test_no_order_of_the_device_gives_wrong_numbers(schedule, order, ring_pages)
             assert not isinstance(run.worker._copy_stream, HostCopyStream)
             run.run()
             assert run.host_waits == 0
-            # Each thread that touches the device has made it its own: else it makes a context on device 0.
+            # Each thread that uses the device has set it: otherwise CUDA creates a context on device 0.
             assert device.contexts == {simulated.INDEX}
 
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_copies_wait_for_no_forward_pass_that_is_queued_after_a_step_began(announced):
-    """Else blocks are held as long as the next steps take."""
+    """Otherwise blocks are held until the next steps have ended."""
     with prepared(Latest(), 0) as (run, device):
         run.wanted = [Request(f"r{n}", n + 1, 20) for n in range(4)]
         run.waiting = list(run.wanted)
@@ -88,7 +88,7 @@ def test_copies_wait_for_no_forward_pass_that_is_queued_after_a_step_began(annou
 
 @pytest.mark.parametrize("schedule", ["latest", "random"])
 def test_two_connectors_of_one_process(schedule):
-    """What one prepares on its stream and keeps, the other uses on its own."""
+    """A tensor that one prepares on its stream and caches is used by the other on another stream."""
     with prepared(schedules(0)[schedule], 0) as (one, device):
         other, ended = Run(Simulated(device), requests(1)), list[Any]()
 
@@ -99,11 +99,11 @@ def test_two_connectors_of_one_process(schedule):
         other.run(ended=ended)
 
 
-# -- what the simulation is worth: each fault must be noticed ---------------------------------------------------------
+# -- checks of the simulation: each fault must be detected -------------------------------------------------------------
 
 
 def no_wait_of_the_copies(patch: pytest.MonkeyPatch) -> None:
-    """An event is missing: copies do not wait for what the model writes."""
+    """An event is missing: copies do not wait for the model's writes."""
     patch.setattr(simulated.Stream, "wait_event", lambda *_: None)
 
 
@@ -113,12 +113,12 @@ def no_wait_of_the_writers(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_released_early(patch: pytest.MonkeyPatch) -> None:
-    """A request is reported when its copies were started."""
+    """A request is reported as finished when its copies have only started."""
     patch.setattr(simulated.Event, "query", lambda _: True)
 
 
 def event_recorded_before_the_copy(patch: pytest.MonkeyPatch) -> None:
-    """An event stands for less than what was queued before it."""
+    """An event is reached before the operations that were queued before it."""
 
     def record(self: simulated.Event, stream: simulated.Stream | None = None) -> None:
         stream = stream or self.simulation.current_stream()
@@ -129,7 +129,7 @@ def event_recorded_before_the_copy(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_on_the_models_stream(patch: pytest.MonkeyPatch) -> None:
-    """Events of the side stream say nothing of copies on another one."""
+    """Events of the copy stream do not cover copies on another stream."""
     patch.setattr(simulated.Device, "stream", lambda *_: nullcontext())
 
 
@@ -145,7 +145,7 @@ def slot_given_back_before_it_is_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def slots_given_back_with_any_other(patch: pytest.MonkeyPatch) -> None:
-    """The ring takes pages for free that were taken before the one that is given back."""
+    """The ring frees all pages that were allocated before the returned one."""
 
     def free(self: Any, offset: int) -> None:
         with self._lock:
@@ -175,6 +175,6 @@ def test_a_fault_is_noticed(mutation, monkeypatch):
             with prepared(schedule, 0, ring_pages=3) as (run, _):
                 try:
                     run.run()
-                except (WrongNumbers, IndexError):  # poison is no index
+                except (WrongNumbers, IndexError):  # poison is no valid index
                     noticed.append(name)
     assert noticed

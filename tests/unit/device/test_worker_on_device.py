@@ -1,4 +1,4 @@
-"""The worker half's unit tests, once more with their caches on the simulated device."""
+"""The worker half's unit tests, repeated with their caches on the simulated device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for _name in (
 
 @pytest.fixture(autouse=True, params=[Latest, SideFirst], ids=["latest", "side first"])
 def device(request, monkeypatch):
-    """A half's cache is the device's; the tests go on reading the same memory as the host's."""
+    """A half's cache is on the device. The tests read the same memory through the host."""
     made = []
     with simulated_cuda(request.param()) as simulated:
         real = test_worker.WorkerHalf
@@ -44,4 +44,4 @@ def device(request, monkeypatch):
         assert simulated.stalls == []
         for worker in made:
             worker.close()
-            assert not simulated._is_pinned(worker._memory)  # else the next engine of this process cannot pin its own
+            assert not simulated._is_pinned(worker._memory)  # else the process's next engine cannot pin its memory

@@ -49,7 +49,7 @@ SAMPLES = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(folder, the model itself), with a final norm that changes what goes through it."""
+    """(folder, the loaded model). The final norm changes its input."""
     from transformers import AutoModelForCausalLM
 
     folder = tiny_llama(tmp_path_factory.mktemp("m") / "tiny", layers=N, kv_heads=2)
@@ -98,7 +98,7 @@ def test_specforge_eagle3_has_the_last_state_after_the_norm(run: Run, model: Any
         with torch.no_grad():
             assert torch.equal(got["hidden_state"][0], model[1].model.norm(states(sample)[:, 3]))
     said = statement(tmp_path)
-    # SpecForge's own default for N = 8: [1, N/2-1, N-4], counted after a layer.
+    # SpecForge's default for N = 8: [1, N/2-1, N-4], counted after a layer.
     assert said["aux_layers"] == [2, 4, 5]
     assert said["aux_layers_counted_after"] == [1, N // 2 - 1, N - 4]
     assert "after the final RMSNorm" in said["last_state"]
@@ -127,7 +127,7 @@ def test_modelopt_has_the_last_state_after_the_norm_in_plain_tensors(run: Run, m
         with torch.no_grad():
             assert torch.equal(got["hidden_states"], model[1].model.norm(states(sample)[:, 3]))
     said = statement(tmp_path)
-    assert said["aux_layers_counted_after"] == [1, 3, 4]  # ModelOpt's own default for 8 layers
+    assert said["aux_layers_counted_after"] == [1, 3, 4]  # ModelOpt's default for 8 layers
     assert "after the final RMSNorm" in said["last_state"]
 
 
@@ -181,7 +181,7 @@ def test_a_sample_is_not_left_out_with_its_neighbours(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
-        raise SampleLeftOut("expected another sample")
+        raise SampleLeftOut("this sample has no tokens")
 
     monkeypatch.setattr(DFlashExporter, "per_file", 2)
     monkeypatch.setattr(DFlashExporter, "write", refuse)
@@ -209,7 +209,7 @@ def test_teacher_logprobs_are_the_models_own(
     monkeypatch.setattr("hsx_dist.model_parts.model_end.avoid_broken_amx", lambda: asked.append(True))
     options = ExportOptions(top_k=7, samples_per_file=2, model=str(model[0]))
     assert export_run(run, "topk-logprobs", tmp_path, options).written == 3
-    assert asked  # before the first product, which in bf16 may end the process
+    assert asked  # before the first matrix product, which can crash the process in bf16
     assert sorted(p.name for p in tmp_path.glob("*.parquet")) == [f"data-{i:06d}.parquet" for i in range(3)]
     rows = [row for p in sorted(tmp_path.glob("*.parquet")) for row in pq.read_table(p).to_pylist()]
     for row, sample in zip(rows, SAMPLES, strict=True):
@@ -311,7 +311,7 @@ def test_a_run_of_the_hub_downloads_weights_and_no_code(
     stored = {"model": "org/name", "engine_kwargs": {"trust_remote_code": True, "code_revision": "theirs"}}
     export({**stored, "revision": "v1.0"}, "a")
     export({"model": "gpt2"}, "b")
-    # Safetensors and JSON alone: neither a pickle nor a module of the repository comes onto the machine.
+    # Only safetensors and JSON: neither a pickle nor a module of the model's repository is downloaded.
     both = ("*.json", "*.safetensors")
     assert asked == [(name, at, [of]) for name, at in (("org/name", "v1.0"), ("gpt2", "main")) for of in both]
     for i, revision in enumerate(("../../x", "/x", "-x", 5, "a\nb")):
@@ -452,7 +452,7 @@ def test_an_export_does_not_go_on_with_another_run_at_the_same_place(tmp_path: P
     said = statement(dest)
     later = ("run_id", "samples_hash", "samples_per_file")
     (dest / "export.json").write_text(json.dumps({k: v for k, v in said.items() if k not in later}))
-    assert export_run(open_run(root.url), "vllm", dest).there > 0  # begun by an earlier version
+    assert export_run(open_run(root.url), "vllm", dest).there > 0  # started by an earlier version
     (dest / "export.json").write_text(json.dumps(said))
     remove_run(root, open_place(root))
     store_run(root, SAMPLES)
@@ -464,7 +464,7 @@ def test_an_export_does_not_go_on_with_another_run_at_the_same_place(tmp_path: P
 
 @pytest.mark.parametrize("again", ["other samples", "other tokens", "the same", "a copy"])
 def test_an_export_does_not_go_on_when_its_numbers_mean_other_samples(again: str, tmp_path: Path) -> None:
-    """A part is lost and declared lost by a resume. The run has as many samples as before."""
+    """A part is lost, and a resume declares it lost. The run has as many samples as before."""
     root, dest = open_store(str(tmp_path / "run")), tmp_path / "dest"
     writer = store_run(root, SAMPLES[:2], per_part=1, about={"num_hidden_layers": N})
     export_run(open_run(root.url), "specforge-dflash", dest, shard=1, shards=2)
@@ -497,7 +497,7 @@ def test_an_export_does_not_go_on_with_another_number_of_samples_in_a_file(
 def test_an_export_waits_for_another_one_to_say_what_the_folder_holds(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shards begin together: one sees what another has made and not yet written."""
+    """Shards begin together: one sees the file that another has created and not yet written."""
     export_run(run, "vllm", tmp_path / "other", shard=0, shards=2)
     statement = tmp_path / "export.json"
     statement.touch()
@@ -599,7 +599,7 @@ def test_samples_of_another_width_or_other_ids_are_refused(tmp_path: Path, model
 def routed(
     folder: Path, key: str = "a", *, ids: str = "int32", weights: str = "float32", width: int = 2, meta: Any = None
 ) -> Run:
-    """A run of experts and weights, of these dtypes, ``width`` weights a token and layer."""
+    """A run of experts and weights of these dtypes, with ``width`` weights per token and layer."""
     store = open_store(str(folder / "run"))
     start_run(store, {"meaning": {}, "settings": {}})
     made = [
@@ -648,7 +648,7 @@ def test_routing_refuses_what_is_no_routers(
         export_run(routed(tmp_path, **facts), "routing", tmp_path / "out")
 
 
-#: What ``select`` writes into ``meta``: loss_mask, mean, stride:2, last and a range.
+#: The token selections that ``select`` writes into ``meta``: loss_mask, mean, stride:2, last and a range.
 SELECTIONS: list[dict[str, Any]] = [
     {"loss_mask": True, "of": 90},
     {"mean": True, "of": 90},
@@ -669,7 +669,7 @@ def selected(folder: Path, chosen: object) -> Run:
     return open_run(store.url)
 
 
-@pytest.mark.parametrize("to", [name for name in EXPORTERS if name != "routing"])  # whose test has a run of experts
+@pytest.mark.parametrize("to", [name for name in EXPORTERS if name != "routing"])  # its test has a run of experts
 def test_a_selection_of_tokens_is_refused_where_the_trainer_needs_whole_samples(
     to: str, model: Any, tmp_path: Path
 ) -> None:

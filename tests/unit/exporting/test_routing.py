@@ -1,4 +1,4 @@
-"""Routes as Parquet: against transformers' own router, and what cannot be exported."""
+"""Routes as Parquet: compared with transformers' own router, and runs that cannot be exported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""speculators' own training step on our export: the loss of the same step on the activations in memory."""
+"""speculators' own training step on an export gives the same loss as on the activations in memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def draft(algorithm: str, target: Path) -> Any:
 
 
 def mtp_draft(target: Path) -> Any:
-    """Of a family that has MTP, as speculators takes no other: the width and the vocabulary are the target's."""
+    """A draft of a family with MTP, as speculators requires. Its width and vocabulary are the target's."""
     layer = Qwen3NextConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
@@ -85,13 +85,13 @@ def mtp_draft(target: Path) -> Any:
     made = MTPDraftModel(MTPSpeculatorConfig(transformer_layer_config=layer, speculators_config=speculators))
     made.load_verifier_weights()
     with torch.no_grad():
-        for weight in made.mtp_layers.parameters():  # the experts' are memory as it was
+        for weight in made.mtp_layers.parameters():  # the experts' weights are uninitialized memory
             torch.nn.init.normal_(weight, std=0.1)
     return made
 
 
 def in_memory(memory: Activations, i: int) -> dict[str, Any]:
-    """The item that speculators makes of a row, of activations that were never stored."""
+    """The item that speculators makes of a row, from activations that were never stored."""
     return {
         "hidden_states": memory.aux[i],
         "input_ids": memory.input_ids[i],
@@ -106,7 +106,7 @@ def in_memory(memory: Activations, i: int) -> dict[str, Any]:
 def test_a_step_on_the_export_has_the_loss_of_the_step_in_memory(
     algorithm: str, run: Run, target: Path, memory: Activations, tmp_path: Path
 ) -> None:
-    # A run for MTP has the last layer alone.
+    # A run for MTP has only the last layer.
     stored = run if algorithm != "mtp" else store(memory.last_alone(), tmp_path / "run")
     export_run(stored, "speculators", tmp_path / "data", ExportOptions())
     data = ArrowDataset(SAMPLES * TOKENS, tmp_path / "data", on_missing="raise", hidden_states_dtype=torch.float32)

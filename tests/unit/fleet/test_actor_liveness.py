@@ -1,4 +1,4 @@
-"""Who is asked how often. Real actors are out of reach in tests/integration/test_nodes_of_a_run.py."""
+"""Which actors are polled, and how often. tests/integration/test_nodes_of_a_run.py has real unreachable actors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NEVER = ["no answer comes"]
 
 
 class Call:
-    """Fails the first times with ``answers``, then succeeds; or never answers."""
+    """Raises ``answers`` in its first calls, then succeeds, or never answers."""
 
     def __init__(self, answers):
         self.answers = list(answers)
@@ -42,7 +42,7 @@ def now(monkeypatch):
         assert num_returns == len(refs)
         clock[0] += 2.0
         there = [ref for ref in refs if ref[0].answers != NEVER]
-        assert timeout is not None or len(there) == len(refs), "waits for ever"
+        assert timeout is not None or len(there) == len(refs), "expected a time limit"
         return there, [ref for ref in refs if ref not in there]
 
     monkeypatch.setattr(actor_liveness.time, "monotonic", lambda: clock[0])
@@ -109,7 +109,7 @@ def test_who_hurries_waits_neither_for_those_that_do_not_answer_nor_for_what_bec
     failed = actor_liveness.flush_until_known([silent, gone, dead, alive], (), lambda: next(hurry))
     assert failed == {dead: dead.flush.answers[0]}
     assert [actor.flush.calls for actor in (silent, gone, dead, alive)] == [1, 1, 1, 1]
-    assert now[0] == 8.0  # four looks
+    assert now[0] == 8.0  # four polls
 
     hurry = iter([False, False, True])
     assert actor_liveness.flush_until_known([gone, alive], (), lambda: next(hurry)) == {}

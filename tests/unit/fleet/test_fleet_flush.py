@@ -1,4 +1,4 @@
-"""What the fleet on Ray tells of those that a flush cannot reach; on real nodes: integration/test_nodes_of_a_run.py."""
+"""Events of the fleet on Ray for actors that a flush cannot reach. Real nodes: integration/test_nodes_of_a_run.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Shape:
 
 
 class FleetActor(Actor):
-    """A replica or a writer: ``flush`` fails as it is told; the rest succeeds, with ``node`` or no event."""
+    """A replica or a writer. ``flush`` raises its ``answers`` first. All else succeeds, with ``node`` or no event."""
 
     def __init__(self, node=None):
         super().__init__()
@@ -40,7 +40,7 @@ def get(ref):
 
 @pytest.fixture
 def fleet(monkeypatch):
-    """Replicas 0 on node ``a`` and 1 on ``b``; a writer on each; ``fleet.killed``, ``fleet.nodes``."""
+    """Replica 0 on node ``a`` and 1 on ``b``, with a writer on each; ``fleet.killed``, ``fleet.nodes``."""
     killed, nodes = [], iter("ab")
     monkeypatch.setattr(actor_liveness.ray, "get", get)
     monkeypatch.setattr(actor_liveness.ray, "wait", lambda refs, **_: (refs, []))
@@ -99,7 +99,7 @@ def test_a_writer_that_stays_out_of_reach_is_waited_for_once_until_it_is_heard(f
     clock = iter(range(0, 100_000, 20))
     monkeypatch.setattr(actor_liveness.time, "monotonic", lambda: next(clock))
     writer = writers(fleet)[0]
-    # Its calls fail: that of its events too, until it is in reach again.
+    # Its calls fail, also for its events, until it is reachable again.
     heard, writer.events.remote = writer.events.remote, lambda _: (Call([out_of_reach()]), 1)
     fleet.poll(0)
     writer.flush.answers = [out_of_reach()] * 1000
@@ -125,12 +125,12 @@ def test_a_flush_in_a_hurry_tells_nothing_of_those_it_did_not_hear(fleet, monkey
     fleet.poll(0)
 
     def wait(refs, num_returns, timeout):
-        assert timeout is not None, "for as long as it takes"
+        assert timeout is not None, "expected a time limit"
         there = [ref for ref in refs if ref[0].answers != NEVER]
         return there, [ref for ref in refs if ref not in there]
 
     monkeypatch.setattr(actor_liveness.ray, "wait", wait)
-    fleet.nodes = None  # a look at the nodes may take as long: it would fail
+    fleet.nodes = None  # reading the nodes may take as long: here it would fail
     assert fleet.flush(hurry=lambda: True) == []
     assert fleet.killed == []
     assert not fleet.writers.of(WriterState.UNREACHABLE)
@@ -144,7 +144,7 @@ def test_a_replica_on_a_node_that_drains_is_replaced_and_its_writer_is_flushed(f
     assert [type(e).__name__ for e in events] == ["ReplicaLeaving", "ReplicaDied"]
     assert events[1].blameless
     assert fleet.killed == [leaving]
-    assert leaving.flush.calls == 2  # of the flush, and before its end
+    assert leaving.flush.calls == 2  # by the flush, and before it is killed
     assert fleet.replicas.keys() == {0, 2}
     assert fleet.writers.of(WriterState.DRAINING) == {writer: "b"}
     assert [node for node, _ in fleet.writers.listed] == ["a"]

@@ -1,4 +1,4 @@
-"""What of the fleet on Ray needs no Ray to be run."""
+"""The parts of the fleet on Ray that can be tested without Ray."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_two_claims_share_no_core():
         first.release()
         second.release()
     third = CoreClaim(1)
-    assert third.cores == first.cores  # given back
+    assert third.cores == first.cores  # the cores are free again
     third.release()
 
 
@@ -137,7 +137,7 @@ def test_replicas_that_no_node_has_room_for_are_refused_instead_of_waited_for():
 
 
 def test_a_nodes_object_store_holds_all_that_senders_and_writers_may_have_in_it():
-    """Of a quarter of the smallest store all senders that fit on a node have their share, writers of a half."""
+    """All senders that fit on a node share a quarter of the smallest store. Writers share a half."""
     store = 8 << 30
     nodes = [
         {"Resources": {"CPU": 64.0, "GPU": 8.0, "object_store_memory": store}},
@@ -155,7 +155,7 @@ def test_a_nodes_object_store_holds_all_that_senders_and_writers_may_have_in_it(
     placement = place(wide.replica, spec(wide), resources)
     placed = placed_spec(spec(wide), placement)
     assert placement.spans_nodes
-    assert affordable_abroad(wide, placed, placement, nodes) == store // 4 // 3  # rank 0 ships alone
+    assert affordable_abroad(wide, placed, placement, nodes) == store // 4 // 3  # only rank 0 ships
 
 
 def tp(size, **more):

@@ -1,4 +1,4 @@
-"""A replica answers for a row when all columns of its sample are shipped, by whichever rank."""
+"""A replica reports a row when all columns of its sample are shipped, by any ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hsx_dist.transport.shipping import Shipped
 
 @pytest.fixture
 def running() -> RunningTask:
-    """A task of row ``k``."""
+    """A task with the row ``k``."""
     return RunningTask(Task(7, ()), TaskResult(7), Future(), {"k"})
 
 

@@ -1,4 +1,4 @@
-"""The state machine of a replica, by tables."""
+"""The state machine of a replica, as tables."""
 
 from __future__ import annotations
 
@@ -77,24 +77,24 @@ def test_each_state_after_what_happened(before, happened, left, actions):
 @pytest.mark.parametrize(
     ("before", "lost", "again", "fatal", "blameless"),
     [
-        # a death counts, up to max_failures in a row; what it died of with its node does not
+        # a death counts, up to max_failures in a row; a death with its node does not
         (state(READY), {}, 1, False, False),
         (state(READY, failures=2), {}, 3, False, False),
         (state(READY, failures=3), {}, None, False, False),
         (state(READY, failures=3), {"last": True}, None, True, False),
         (state(READY, failures=3), {"with_node": True}, 3, False, True),
-        # given up: it may live, so its rows are not to blame; its kind is
+        # stopped without an answer: it may be alive, so its rows are not blamed; its kind is
         (state(UNREACHABLE, failures=1), {"cut_off": True}, 2, False, True),
         (state(UNREACHABLE, failures=3), {"cut_off": True, "last": True}, None, True, True),
-        # a row that is alone with its engine is to blame, unless the engine may live
+        # a row that is alone in its engine is blamed, unless the engine may be alive
         (state(READY, failures=3, tasks=(ALONE,)), {}, 3, False, False),
         (state(UNREACHABLE, failures=1, tasks=(ALONE,)), {"cut_off": True}, 2, False, True),
-        # no engine of this run ever started, and this one did not either
+        # no engine of this run ever started, nor did this one
         (state(STARTING), {"hopeless": True, "last": True}, None, True, False),
         (state(STARTING), {"hopeless": True}, None, False, False),
         (state(STARTING), {"hopeless": True, "with_node": True}, 0, False, True),
         (state(STARTING), {}, 1, False, False),
-        # another one was started when its node began to drain
+        # its replacement was started when its node began to drain
         (state(LEAVING), {"with_node": True}, None, False, True),
         (state(UNREACHABLE, replaced=True), {}, None, False, False),
     ],

@@ -1,4 +1,4 @@
-"""The state machine of writers, by its table, and the pool of a run."""
+"""The state machine of writers, as a table, and the pool of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPUS = {"CPU": 4.0}
 
 
 @pytest.mark.parametrize(
-    ("state", "after"),  # of heard, unreached, drains, left
+    ("state", "after"),  # after heard, unreached, drains, left
     [
         (STARTING, (READY, STARTING, GONE, GONE)),
         (READY, (READY, UNREACHABLE, DRAINING, GONE)),
@@ -30,7 +30,7 @@ def test_each_state_after_each_input(state, after):
 
 
 def pool(**states):
-    """A writer on each node, of the same name, in a state."""
+    """A writer of the same name on each node, each in a state."""
     made = WriterPool(1.0)
     way = {STARTING: (), READY: (HEARD,), DRAINING: (HEARD, DRAINS), UNREACHABLE: (HEARD, UNREACHED)}
     made.new_nodes(Nodes(dict.fromkeys(states, CPUS)))
@@ -55,7 +55,7 @@ def test_pages_go_to_writers_that_were_heard_and_whose_nodes_stay():
     [
         (Nodes(dict.fromkeys("abcd", CPUS)), [], "bd", "c"),
         (Nodes(dict.fromkeys("acd", CPUS)), ["b"], "d", "c"),
-        (Nodes({"d": CPUS}), ["b", "c"], "d", ""),  # nothing was lost with a: it held nothing
+        (Nodes({"d": CPUS}), ["b", "c"], "d", ""),  # no pages were lost with a: it held none
         (Nodes({"a": CPUS}, frozenset("bcd")), [], "", "bcd"),
         (Nodes({"a": CPUS, "b": {"CPU": 0.0}, "d": CPUS}, frozenset("c")), [], "d", "c"),
         (Nodes(), ["b", "c", "d"], "", ""),

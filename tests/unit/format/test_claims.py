@@ -1,4 +1,4 @@
-"""Small objects that claim much: refused before anything is allocated, counted up to or expanded."""
+"""Small objects with large claims are refused before anything is allocated, counted or expanded for them."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ from tests.harness.runs import RunWriter, unsealed
 from tests.soak.claim_kinds import KINDS, sealed
 from tests.soak.claims import run_limited
 
-#: Of version 1: its objects have names that are known beforehand.
+#: Objects of version 1, whose names are known in advance.
 store_run = partial(testing_runs.store_run, version=1)
 
 
 @contextmanager
 def little_memory(most: int = 64 << 20) -> Iterator[None]:
-    """Fails when Python and numpy allocate more than ``most`` bytes within."""
+    """Fail if Python and numpy allocate more than ``most`` bytes in the block."""
     tracemalloc.start()
     try:
         yield
@@ -117,7 +117,7 @@ def test_attempts_are_those_that_are_listed() -> None:
     store.put(f"attempts/{LARGEST_NUMBER - 1}.json", [b"{}"])
     retention = Retention(open_place(store))
     retention._refresh()
-    retention._refresh()  # would list once for each number below
+    retention._refresh()  # must not list once for each lower number
     assert take_attempt(store, {}) == LARGEST_NUMBER
     with pytest.raises(FormatError, match="numbered up to"):
         take_attempt(store, {})
@@ -169,7 +169,7 @@ def test_a_line_that_promises_gibibytes_is_refused() -> None:
 
 def test_a_long_line_without_its_receipt_is_refused() -> None:
     store = small_run()
-    data = _zeros(64 << 20, b"[],") + os.urandom(3 << 20)  # bytes enough for the whole, none for the line
+    data = _zeros(64 << 20, b"[],") + os.urandom(3 << 20)  # enough bytes for the whole, too few for the line
     _forge(store, data, 64 << 20)
     with little_memory(), pytest.raises(FormatError, match="a single receipt for a line"):
         load_manifest(store)
@@ -203,7 +203,7 @@ def test_what_expands_much_is_read_where_single_receipts_are_behind_it(monkeypat
 def test_a_large_object_where_a_small_one_is_expected_is_not_fetched(tmp_path: Path, name: str) -> None:
     store = LocalStore(tmp_path)
     store.put(name, [b"{"])
-    os.truncate(tmp_path / name, 1 << 40)  # a file with holes
+    os.truncate(tmp_path / name, 1 << 40)  # a sparse file
     with little_memory(), pytest.raises(FormatError, match=f"at most {MAX_JSON_BYTES} bytes"):
         read_json(store, name)
 

@@ -72,7 +72,7 @@ class TestFp8Token(CodecSuite):
 
 @dataclass(frozen=True)
 class Inverted:
-    """A codec of somebody else's: every bit inverted, xor ``mask``."""
+    """A third-party codec: every bit inverted, xor ``mask``."""
 
     name: ClassVar[str] = "inverted"
     lossy: ClassVar[bool] = False
@@ -107,7 +107,7 @@ class TestRegistered(CodecSuite):
 
 
 def test_registering(inverted: Codec) -> None:
-    assert register_codec(Inverted) is Inverted  # twice is fine
+    assert register_codec(Inverted) is Inverted  # registering twice is allowed
     assert resolve_codec({"name": "inverted", "mask": 3}) == Inverted(3)
     assert ExtractConfig(output="x", model="m", codec="inverted").codec == "inverted"
 
@@ -227,7 +227,7 @@ def test_split_stores_random_mantissas_raw_and_compresses_exponents() -> None:
 
 def test_planes_are_coded_where_libzstd_refuses_the_experimental_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zstd, "_LITERAL_COMPRESSION_MODE", 99_999)
-    monkeypatch.setattr(zstd, "_local", threading.local())  # no compressor made before
+    monkeypatch.setattr(zstd, "_local", threading.local())  # no compressor exists yet
     x = random_sample(tokens=1000, hidden_size=256, layer_ids=(0,)).states[:, 0]
     frame = encoded(SplitCodec(), x, "bfloat16")
     assert len(frame) < 1.62 * x.size
@@ -253,7 +253,7 @@ def test_every_code_is_torchs() -> None:
 
 @pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
 def test_every_upper_half_of_a_float32_rounds_as_in_torch(low: int) -> None:
-    """With all 2**16 upper halves and these lower ones: every code, every tie and both its neighbours."""
+    """All 2**16 upper halves with these lower ones: every code, every tie and both its neighbours."""
     x = (np.arange(1 << 16, dtype=np.uint32) << 16 | low).view(np.float32)
     x = x[(np.abs(x) <= 448) | np.isnan(x)]
     theirs = torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
@@ -280,7 +280,7 @@ def test_float32_and_carriers_agree_with_torch(dtype: str) -> None:
 
 def test_a_token_is_scaled_alone_and_its_largest_value_kept() -> None:
     values = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
-    values[:, 3] = 2.0 ** np.arange(-25, 25)  # magnitudes of ten thousand millions and of nothing, side by side
+    values[:, 3] = 2.0 ** np.arange(-25, 25)  # magnitudes from 3e-8 to 2e7 next to each other
     values[:, 5] = 1e4 * values[:, 3]
     x = np.empty(values.shape, np.uint16)
     from_float32(values, "bfloat16", x)
@@ -288,7 +288,7 @@ def test_a_token_is_scaled_alone_and_its_largest_value_kept() -> None:
     before, after = to_float32(x, "bfloat16"), to_float32(y, "bfloat16")
     largest = np.abs(before).max(axis=1)
     assert np.array_equal(np.abs(after).max(axis=1), largest)
-    # Half a unit in the last place of three bits, or half the smallest step; and the carrier's rounding.
+    # Half a unit in the last place of three bits, or half the smallest step, plus the carrier's rounding.
     limit = np.maximum(np.abs(before) * (2.0**-4 + 2.0**-8), largest[:, None] / 448 * 2.0**-10 * 1.01)
     assert (np.abs(after - before) <= limit).all()
 

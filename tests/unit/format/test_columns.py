@@ -1,4 +1,4 @@
-"""Which columns make a sample: only those of one attempt that agree in what they say of it, and only all of them."""
+"""Which columns make a sample: all columns of one attempt, if they agree on the sample's facts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_sample_is_whole_with_the_last_segment_of_its_last_column(order: list[
 
 
 def test_a_column_is_no_sample() -> None:
-    """Each covers all tokens, as a sample of hidden states does."""
+    """Each column covers all tokens, like a sample of hidden states."""
     manifest = Manifest([receipt(1, proof(segments()[0])), receipt(2, proof(segments()[4]))])
     assert list(manifest.samples) == []
     assert len(Index(manifest)) == 0
@@ -70,7 +70,7 @@ def test_tokens_count_once() -> None:
     totals, index = manifest.totals(), Index(manifest)
     assert (totals.samples, totals.tokens, totals.segments, totals.raw_bytes) == (2, 14, 6, 60)
     assert dict(zip(index.keys, index.tokens.tolist(), strict=True)) == {"k": 10, "one": 4}
-    assert index.tokens_in == {receipts[0].part: 17, receipts[1].part: 17}  # of all token ids that are stored
+    assert index.tokens_in == {receipts[0].part: 17, receipts[1].part: 17}  # all stored token ids
     assert dict(zip(index.keys, index.raw_bytes.tolist(), strict=True)) == {"k": 50, "one": 10}
     assert index.parts_in_use() == {r.part for r in receipts}
     assert not index.lie_in({receipts[0].part or ""})[index.place("k")]
@@ -117,7 +117,7 @@ def test_a_column_twice_is_not_two_columns() -> None:
 
 
 def test_segments_that_contradict_each_other_are_not_joined() -> None:
-    """As without columns: a column then counts only in one segment."""
+    """As without columns: then a column counts only as one segment."""
     cut = [proof(s) for s in segments()]
     other = replace(cut[2], token_hash="f" * 16)
     for receipts in ([*cut, other], [other, *cut]):
@@ -156,14 +156,14 @@ def test_a_claim_of_many_columns_costs_nothing() -> None:
 
 
 def test_of_several_copies_the_receipt_counts_that_named_the_begin():
-    """By it samples keep their order when lost ones are computed again."""
+    """Samples are ordered by this receipt, also if lost samples are computed again."""
     whole = segments()
     manifest = Manifest([receipt(1, proof(whole[1])), receipt(2, proof(whole[0])), receipt(3, *map(proof, whole[2:]))])
     assert [first for _, first in manifest.several()] == [(1, "w", 2)]
 
 
 def test_a_contradiction_in_one_column_undoes_the_pieces_of_all():
-    """Of two computations with other tokens it is not known whose pieces those of the other columns are."""
+    """Two computations have other tokens. It is unknown which of them made the segments of the other columns."""
     manifest = Manifest([receipt(i, proof(s)) for i, s in enumerate(segments(), 2)])
     assert "k" in manifest.samples
     manifest.add(receipt(9, replace(proof(segments()[0]), token_hash="f" * 16)))
@@ -172,7 +172,7 @@ def test_a_contradiction_in_one_column_undoes_the_pieces_of_all():
 
 
 def test_an_index_gives_the_records_of_its_manifest_in_little_memory() -> None:
-    """Objects of each segment would take four KiB a sample of five columns."""
+    """One object per segment would take four KiB for a sample of five columns."""
     cuts = ((0, 10), (0, 4, 10), (0, 10), (0, 10))
     receipts = [receipt(n, *(proof(s) for i in range(50) for s in segments(f"{n}-{i}", cuts))) for n in range(1, 21)]
     manifest = Manifest(receipts)

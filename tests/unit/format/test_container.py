@@ -69,7 +69,7 @@ def read_back(data: bytes) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, A
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_the_largest_tensor_begins_where_a_disk_has_a_page(alone: bool) -> None:
-    """Also behind token ids that fill no page; objects are opened as ever."""
+    """Also behind token ids that do not fill a page. The objects can still be opened."""
     sample = random_sample("a", 191, layer_ids=range(5), hidden_size=2048, dtype="float16")
     encoder = SegmentEncoder(NoneCodec(), alone=alone)
     for page in sample.pages():
@@ -155,7 +155,7 @@ def test_stored_bytes_of_layers_are_those_of_their_chunks(codec: Codec, whole: b
 
 
 def test_layers_times_chunks_are_not_counted_up_to() -> None:
-    """In schema ``vllm`` a header has checksums of chunks once for all layers: it is short and claims many of both."""
+    """In schema ``vllm`` a header has chunk checksums once for all layers: a short header claims many of both."""
 
     def part(n: int) -> Callable[[], object]:
         info = SegmentInfo(Segment("a", 0, 0, n, n), tuple(range(n)), "bfloat16", 1, 1, n)
@@ -247,7 +247,7 @@ def test_pages_may_be_added_by_several_threads(codec: Codec) -> None:
     assert content(build_part([encoder.finish()], codec, ABOUT)) == content(expected)
 
 
-# -- what must not be accepted when writing ------------------------------------------------------------------------
+# -- input that a writer must refuse ---------------------------------------------------------------------------------
 
 
 def changed(page: Page, **changes: Any) -> Page:
@@ -334,7 +334,7 @@ def test_parts_that_make_no_sense_are_refused() -> None:
 
 @every_codec
 def test_only_the_chunks_needed_are_fetched(codec: Codec) -> None:
-    # Chunks well above the gap that the store coalesces over.
+    # Chunks far larger than the gap that the store coalesces over.
     samples = [
         random_sample(f"s{i}", 4000, layer_ids=range(4), hidden_size=128, chunk_tokens=1000, seed=i) for i in range(3)
     ]
@@ -405,7 +405,7 @@ def test_a_header_of_thousands_of_segments_takes_one_or_two_requests() -> None:
     assert store.requests == 2
     store.reset()
     part = Part.open(store, "p")
-    assert (store.requests, store.bytes_read) == (3, encoded.header_bytes)  # without a size it asks for it
+    assert (store.requests, store.bytes_read) == (3, encoded.header_bytes)  # without a size it requests the size
     assert np.array_equal(part.read(1999), samples[1999].states)
 
 
@@ -457,14 +457,14 @@ def test_a_truncation_anywhere_is_found(codec: Codec) -> None:
             read_back(data[:n])
         store = MemoryStore()
         store.objects["p"] = data[:n]
-        with pytest.raises(FormatError):  # the header's length is known, and nobody asks for the size
+        with pytest.raises(FormatError):  # the header's length is known, so the size is never requested
             list(map(Part.open(store, "p", header_bytes=part.header_bytes).load, range(2)))
     with pytest.raises(FormatError, match="data"):
         read_back(data + b"\0")
 
 
 def forged(part: EncodedPart, change: Any, *, table: Any = None) -> bytes:
-    """The part with another description, its crc right, as an attacker would write it."""
+    """The part with another description and its correct crc, as an attacker would write it."""
     (n,) = struct.unpack_from("<Q", part.header)
     header = json.loads(part.header[8 : 8 + n])
     body = json.loads(header["__metadata__"]["hsx"])
@@ -533,7 +533,7 @@ def test_sizes_that_lie_are_refused() -> None:
         with pytest.raises(FormatError):
             read_back(forged(part, lambda body, v=value: body["segments"][0]["sizes"][1].__setitem__(0, v)))
 
-    def swap(body: dict[str, Any]) -> None:  # the sum stays
+    def swap(body: dict[str, Any]) -> None:  # the sum does not change
         sizes = body["segments"][0]["sizes"][0]
         sizes[0], sizes[1] = sizes[0] - 1, sizes[1] + 1
 
@@ -639,7 +639,7 @@ def test_any_read_of_any_sample_equals_what_went_in(
         assert np.array_equal(part.token_ids(i), sample.token_ids[s.start : s.stop])
 
 
-# -- what is attached, and what was lost -------------------------------------------------------------------------------
+# -- attached arrays, and recorded losses ------------------------------------------------------------------------------
 
 ATTACHED = {
     "loss_mask": np.arange(37) % 2 == 0,
@@ -732,7 +732,7 @@ def test_a_lossy_part_says_what_was_lost(dtype: str) -> None:
 
 
 def test_a_layer_of_many_costs_its_share_and_five_percent() -> None:
-    """Of everything that is fetched, the header too."""
+    """5 % of all fetched bytes, with the header."""
     sample = random_sample(tokens=4000, layer_ids=range(8), hidden_size=128, chunk_tokens=500)
     for codec in (NoneCodec(), ZstdCodec(), SplitCodec(), Fp8TokenCodec()):
         segments = [encode(codec, list(sample.pages(s))) for s in sample.segments(2000)]

@@ -1,4 +1,4 @@
-"""Parts that were stored once and for all: every later version reads them bit for bit, as does the page's reader."""
+"""Parts that were stored once: every later version must read them bit for bit, and so must the page's reader."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def test_stock_safetensors_opens_it(name: str) -> None:
 def test_the_same_pages_make_the_same_bytes(name: str) -> None:
     made, again = (content(dict(parts())[name]) for _ in range(2))
     assert made == again
-    # What zstd makes of the same content is another version's own business.
+    # Another version of zstd may compress the same content to other bytes.
     if "none" in name:
         assert made == (FOLDER / name).read_bytes()
 
 
 def reader() -> dict[str, Any]:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    # The signature of blank lines and comments does not count; thirty of code do.
+    # Blank lines, comments and the signature do not count. At most thirty lines of code do.
     assert len([line for line in code.splitlines() if line.strip()]) <= 33
     namespace: dict[str, Any] = {}
     exec(code, namespace)
@@ -131,7 +131,7 @@ def test_no_byte_of_it_can_change_unseen(name: str) -> None:
             assert facts(bytes(bad))["segments"] == expected
         except FormatError:
             continue
-        raise AssertionError(f"byte {at} changed, and nobody saw it")
+        raise AssertionError(f"expected an error after a change of byte {at}, got none")
 
 
 def test_the_page_names_every_codec_and_the_version() -> None:
@@ -151,7 +151,7 @@ def test_shards_of_a_point_and_ids_are_stored(codec: str) -> None:
         ("topk_ids", 3, 0, "int32"),
     ]
     ids = part.read(4)
-    assert np.array_equal(ids, sample("a", 11, "bfloat16", 6).states[:, :2, :2] % 128)  # also of a lossy codec
+    assert np.array_equal(ids, sample("a", 11, "bfloat16", 6).states[:, :2, :2] % 128)  # exact, also with a lossy codec
     assert not part.loss(4)
     if not CODECS[codec].lossy:
         assert np.array_equal(part.read(0), sample("a", 11, "bfloat16", 7).states)

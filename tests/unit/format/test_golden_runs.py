@@ -1,7 +1,7 @@
-"""Runs that version 1 stored once and for all: a complete one, and one whose driver was killed.
+"""Runs that version 1 stored: a complete one, and one whose driver was killed.
 
 Both are of SmolLM2, layers 2 and 15, in float32, for the rows of ``tests/golden/rows.jsonl``. Version 1 made them with
-``pool=threads``, ``part_seconds=0.05`` and ``task_rows=1``; SIGKILL ended the second one while it stored its third
+``pool=threads``, ``part_seconds=0.05`` and ``task_rows=1``. SIGKILL ended the second one while it stored its third
 receipt. ``tests/integration/test_smollm2.py`` resumes it.
 """
 
@@ -87,7 +87,7 @@ def test_an_unfinished_run_is_taken_over_collected_and_removed(copied: Any) -> N
 
 
 def test_version_1_refuses_what_this_version_took(copied: Any) -> None:
-    """What version 1 asked of a receipt's first bytes; it read every one of them before it started."""
+    """Version 1's check of a receipt's first bytes. It read every receipt before it started."""
     root = copied("v1-unfinished")
     take_over(load_config(None, (), model="m", output=root.url), open_place(root), Console(file=io.StringIO()))
     begins = {root.get(info.name)[:11] for info in root.list("manifest/") if info.name.endswith(".json")}

@@ -1,4 +1,4 @@
-"""Mutated golden parts; ``make soak`` does the same to two hundred thousand."""
+"""Mutated golden parts. ``make soak`` tests two hundred thousand of them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_wrong_numbers_would_be_seen() -> None:
 
 
 def test_damaged_metadata_does_not_make_a_part_one_without_checksums() -> None:
-    """Both of the names by which a part is known for one, and then the states. (Found by ``make soak``.)"""
+    """Damages both names that mark a part with checksums, and then the states. (Found by ``make soak``.)"""
     whole = golden("one-none-float16.safetensors")
     for old, new in ((b'"hsx/1"', b'"hsxo1"'), (b'"hsx":', b'"jsx":'), (b'"hsx_crc32c"', b'"jsx_crc32c"')):
         assert whole.count(old) == 1
@@ -76,7 +76,7 @@ def test_damaged_metadata_does_not_make_a_part_one_without_checksums() -> None:
     [
         ([0, 16], [0, 16], {}),  # the same bytes twice
         ([0, 16], [8, 24], {}),
-        ([0, 16], [24, 40], {}),  # a hole
+        ([0, 16], [24, 40], {}),  # a gap
         ([8, 24], [24, 40], {}),
         ([0, 16], [16, 32], {"mine": {"dtype": "I64", "shape": [1], "data_offsets": [100, 108]}}),
     ],

@@ -68,7 +68,7 @@ def test_a_sample_exists_when_its_segments_cover_it() -> None:
 
 
 def test_segments_of_two_tries_with_other_tokens_are_never_joined() -> None:
-    """Sampled answers differ from try to try: half of one and half of the other would be a sample that never was."""
+    """Sampled answers differ from try to try: two joined halves would be a sample that never existed."""
     halves = [Segment("k", 0, 0, 5, 10), Segment("k", 1, 5, 10, 10)]
 
     def proof(half: int, sample: str) -> Receipt:
@@ -200,7 +200,7 @@ def test_the_order_of_receipts_does_not_matter(data: st.DataObject) -> None:
     for receipt in shuffled:
         other.add(receipt)
         for key in data.draw(st.sets(st.sampled_from("klm"))):
-            other.samples.get(key)  # what is decided between receipts is not final
+            other.samples.get(key)  # a result between receipts is not final
     assert (one.parts, one.void, one.stored_bytes) == (other.parts, other.void, other.stored_bytes)
     assert (one.totals(), Index(one).keys) == (other.totals(), Index(other).keys)
     assert dict(one.samples) == dict(other.samples)
@@ -217,12 +217,12 @@ def test_the_order_of_receipts_does_not_matter(data: st.DataObject) -> None:
 
 
 def _half(seq: int, key: str = "k", index: int = 1, attempt: int = 1, sample: str = "") -> Receipt:
-    """A receipt of the second of a sample's two segments, or of one of more."""
+    """A receipt of the second of a sample's two or more segments."""
     receipt = _receipt(attempt, seq, Segment(key, index, 4 * index, 4 * index + 4, 1 << 20))
     return replace(receipt, segments=(replace(receipt.segments[0], sample_hash=sample),))
 
 
-#: Receipts by number. All are of one sample: each must not cost as much as all that were read before it.
+#: Receipts by number, all of one sample. The cost of each must not grow with the number of receipts before it.
 ADDED: dict[str, Callable[[int], Receipt]] = {
     "the whole sample and its fate": lambda i: _receipt(1, i, _whole("k"), rows=(_fate("k"),)),
     "another part, and the part before is lost": lambda i: replace(
@@ -239,7 +239,7 @@ ADDED: dict[str, Callable[[int], Receipt]] = {
 
 @pytest.mark.parametrize("name", ADDED)
 def test_time_grows_with_the_number_of_receipts_and_not_its_square(name: str) -> None:
-    """A compacted manifest of 100 KB may hold ten thousand receipts: reading it must take no hour."""
+    """A compacted manifest of 100 KB may hold ten thousand receipts. Reading it must not take an hour."""
 
     def make(n: int) -> Callable[[], object]:
         receipts = [ADDED[name](i) for i in range(1, n + 1)]
@@ -256,7 +256,7 @@ def test_time_grows_with_the_number_of_receipts_and_not_its_square(name: str) ->
 
 @pytest.mark.parametrize("name", [name for name in ADDED if "segment" in name])
 def test_asking_for_a_sample_after_each_receipt_takes_no_longer_and_longer(name: str) -> None:
-    """As who follows a run does."""
+    """As a follower of a run does."""
 
     def make(n: int) -> Callable[[], object]:
         receipts = [ADDED[name](i) for i in range(1, n + 1)]

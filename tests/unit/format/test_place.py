@@ -1,4 +1,4 @@
-"""Which run a place holds: descriptions, tombstones and what removals leave."""
+"""The run of a place: descriptions, tombstones, and files that removals leave."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def test_after_a_removal_the_next_run_has_a_name_and_a_folder_of_its_own(root: L
         open_place(root)
     second = start_run(root, {"n": 2})
     assert second.pointer == "run.0002.json"
-    bury(first)  # a removal that paused meets its own run only
+    bury(first)  # a delayed removal finds only its own run
     assert open_place(root).info == second.info
     assert not second.removed()
-    first.store.put("data/part-0001-w-000001.safetensors", [b"x"])  # so does a writer of the removed run
+    first.store.put("data/part-0001-w-000001.safetensors", [b"x"])  # a writer of the removed run does, too
     assert names(second.store) == []
     assert list(leftovers(root)) == [f"{first.folder}/"]
 
@@ -108,7 +108,7 @@ def test_what_version_1_left_is_no_empty_place(root: LocalStore, name: str) -> N
     with pytest.raises(RunError, match="hsx rm"):
         start_run(root, {})
     close_place(root)
-    assert json.loads(root.get(RUN))["format"] == "hsx-run/2"  # version 1 refuses it
+    assert json.loads(root.get(RUN))["format"] == "hsx-run/2"  # version 1 refuses this format
     root.delete(name)
     assert start_run(root, {}).pointer == "run.0002.json"
 
@@ -141,7 +141,7 @@ def test_a_folder_that_no_tombstone_names_is_not_garbage(root: LocalStore) -> No
 
 
 class Counting(MemoryStore):
-    """Counts listings, and the objects that they gave."""
+    """Counts listings and the listed objects."""
 
     lists = given = 0
 
@@ -170,7 +170,7 @@ def test_a_folder_that_holds_much_is_passed_over() -> None:
     root.put(f"run-{1:016x}/data/part-0001-w-000001.safetensors", [b"x"])
     root.put(f"run-{3:016x}/attempts/0001.json", [b"x"])
     assert leftovers(root) == [f"run-{1:016x}/", f"run-{3:016x}/"]
-    assert root.given < 8000  # of which 5000 are asked for by their names
+    assert root.given < 8000  # 5000 of them are requested by name
 
 
 def deep(levels: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Parts with points of a model: which column a segment is of, and what cannot be."""
+"""Parts with points of a model: the column of each segment, and invalid combinations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hsx_dist.testing.samples import RandomSample, random_sample
 from tests.unit.format.test_container import content, forged, stored
 
 HASH = "0123456789abcdef"
-#: A point of two shards, and one of ids: three columns of sample ``a``.
+#: A point of two shards, and a point of ids: three columns of sample ``a``.
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"column": 0, "columns": 3, "point": "q", "shard": 0, "shards": 2, "head": 8},
     {"column": 1, "columns": 3, "point": "q", "shard": 1, "shards": 2, "head": 8},
@@ -71,7 +71,7 @@ def test_a_part_says_which_column_a_segment_is_of(codec: Codec) -> None:
 
 
 def test_ids_take_no_codec_of_states() -> None:
-    """``split`` stores three bytes of four raw."""
+    """``split`` stores three of four bytes raw."""
     ids = np.random.default_rng(0).integers(0, 128, (512, 1, 8)).astype(np.uint32)
     sample = replace(random_sample(tokens=512, chunk_tokens=512, layer_ids=(3,)), states=ids, dtype="int32")
     part = opened(content(build_part([encode(SplitCodec(), sample, COLUMNS[2])], SplitCodec(), {})))
@@ -91,7 +91,7 @@ def test_only_parts_of_points_are_of_the_newer_version() -> None:
 
 @pytest.mark.parametrize("column", [{"point": "z"}, {"columns": 2}, {"head": 8, "point": "q"}], ids=str)
 def test_one_sample_of_points_is_not_in_vllms_schema(column: dict[str, Any]) -> None:
-    """A stock reader of vLLM's files would take the point for hidden states."""
+    """A stock reader of vLLM's files would read the point as hidden states."""
     part = build_part([encode(NoneCodec(), random_sample(), column, alone=True)], NoneCodec(), {})
     assert "hidden_states" not in json.loads(part.header[8:])
     assert np.array_equal(load(content(part))[0].states, random_sample().states)

@@ -106,13 +106,13 @@ def _of_columns() -> Receipt:
 
 
 def test_a_receipt_of_columns_is_refused_by_older_readers() -> None:
-    """They would take each column for the whole sample."""
+    """They would read each column as the whole sample."""
     body = json.loads(_of_columns().to_json())["receipt"]
     assert body["format"] == "hsx-receipt/2"
     assert body["segment_columns"][-2:] == ["column", "columns"]
     assert [row[-2:] for row in body["segments"]] == [[0, 2], [1, 2]]
     found = Receipt.from_json(_of_columns().to_json())
-    # Which point a column is of, its part says.
+    # The part, not the receipt, names the point of a column.
     assert [p.segment for p in found.segments] == [Segment("key", 0, 0, 9, 9, column=i, columns=2) for i in range(2)]
 
 

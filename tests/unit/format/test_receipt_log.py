@@ -1,4 +1,4 @@
-"""Logs of receipts and their seals: one of two puts of a number succeeds, and after a seal a log is final."""
+"""Logs of receipts and their seals: of two puts of a number one succeeds, and after a seal a log is final."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_log_numbers_its_receipts_and_a_lost_answer_is_no_gap() -> None:
     store = MemoryStore()
     log = ReceiptLog(store, 1, "w")
     assert log.append(receipt("a")).seq == 1
-    # The second receipt is stored, but its writer never hears of it.
+    # The second receipt is stored, but its writer gets no answer.
     store.put_if_absent(receipt_name(1, "w", 2), Receipt(1, "w", 2, None, 0, "0" * 8, 0, 0, (), (), "b").to_json())
     assert log.append(receipt("c")).seq == 3
     assert [r.created for r in LogReader().read(store)] == ["a", "b", "c"]
@@ -39,14 +39,14 @@ def test_a_sealed_writer_stores_nothing_more() -> None:
     assert [r.created for r in LogReader().read(store)] == ["a"]
     assert read_entry(store, receipt_name(1, "w", 2)) is None
     before = dict(store.objects)
-    seal_logs(store, list_logs(store), "attempt 2")  # once is enough
+    seal_logs(store, list_logs(store), "attempt 2")  # one seal is enough
     assert store.objects == before
 
 
 def test_what_lies_behind_a_seal_does_not_count() -> None:
     store = MemoryStore()
     seal_logs(store, {(1, "w"): 0}, "gc")
-    for number in (2, 5):  # a writer of version 1 steps over the seal; a gap behind it does not matter
+    for number in (2, 5):  # a writer of version 1 writes past the seal; a gap after it does not matter
         store.put(
             receipt_name(1, "w", number), [Receipt(1, "w", number, None, 0, "0" * 8, 0, 0, (), (), "t").to_json()]
         )
@@ -64,7 +64,7 @@ def test_a_newer_attempt_seals_every_log_that_can_still_grow() -> None:
     assert take_attempt(store, {}) == 2
     seal_attempts(store, 1, 2)
     for log in (with_receipts, with_part, with_nothing, driver):
-        # Also one that had looked for a newer attempt before there was one, if anything of it is stored.
+        # Also a writer that checked for a newer attempt before it began, if an object of that writer is stored.
         with pytest.raises(Fenced):
             log.append(receipt())
     sealed = {name for name, data in store.objects.items() if data.startswith(b'{"seal":')}

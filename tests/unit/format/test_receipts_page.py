@@ -1,4 +1,4 @@
-"""``docs/receipts.md``: its reader finds what ours finds, and the page names what receipts hold."""
+"""``docs/receipts.md``: its reader finds the same samples as this package, and it names all fields of receipts."""
 
 from __future__ import annotations
 

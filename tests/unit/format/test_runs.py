@@ -116,7 +116,7 @@ def test_a_missing_receipt_is_told(store: LocalStore) -> None:
 
 def test_a_receipt_that_is_stored_while_a_listing_goes_on_is_no_gap(store: LocalStore) -> None:
     class Between(LocalStore):
-        """A listing that passed number 2 before it was stored, and came to number 3 after that."""
+        """A listing that passes number 2 before it is stored, and reaches number 3 after that."""
 
         def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
             return (i for i in super().list(prefix, after) if not i.name.endswith("000002.json"))
@@ -204,7 +204,7 @@ def test_an_earlier_attempt_that_pauses_does_not_replace_a_later_completion(
     _prove(store, 2, "w", 1, "a")
     runs.write_complete(store, 2, runs.load_manifest(store), {})
     with monkeypatch.context() as m:
-        m.setattr(runs, "is_fenced", lambda *_: False)  # asked before the second attempt was taken
+        m.setattr(runs, "is_fenced", lambda *_: False)  # checked before the second attempt began
         runs.write_complete(store, 1, before, {})
     complete = runs.read_complete(store)
     assert complete is not None
@@ -227,7 +227,7 @@ def test_a_store_without_conditional_puts_is_refused(store: LocalStore) -> None:
 
 
 class Unable(LocalStore):
-    """A store that refuses the header, as S3 says of what a service does not implement."""
+    """A store that refuses the header. S3 services answer so if they do not implement a header."""
 
     def put_if_absent(self, name: str, data: Any) -> None:  # noqa: ARG002
         raise StoreError("NotImplemented: a header that you provided")

@@ -1,4 +1,4 @@
-"""The table of a part's segments, against the objects it stands for."""
+"""The table of a part's segments, compared with segment objects."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hsx_dist.inputs.sources import find_input
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every input is read in this process, where limits can be lowered and memory can be measured."""
+    """Read every input in this process, where limits can be lowered and memory can be measured."""
 
     def read(config: InputConfig, _: Any, columns: Sequence[str], needed: Sequence[str]) -> Iterator[RecordBatch]:
         return read_batches(find_input(config), columns, needed)

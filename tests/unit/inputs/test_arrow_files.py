@@ -1,4 +1,4 @@
-"""Tables whose columns name extension types: nothing in the file is unpickled, and rows have their storage types."""
+"""Tables whose columns name extension types: nothing in the file is unpickled, and rows have the storage types."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from hsx_dist.inputs.rows import Row, read_rows
 from hsx_dist.inputs.tables import StoreFile
 
 OWN = "hsx.test.unpickles"
-#: Those of Ray Data's types whose metadata Ray unpickles, if an environment variable asks for it, and the one whose
-#: values are pickles.
+#: Ray Data's types whose metadata Ray unpickles if an environment variable is set, and its type whose values are
+#: pickles.
 RAY_METADATA = ("ray.data.arrow_tensor", "ray.data.arrow_tensor_v2", "ray.data.arrow_variable_shaped_tensor")
 RAY_VALUES = "ray.data.arrow_pickled_object"
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 class Unpickles(pa.ExtensionType):
-    """What any library may register: a type whose metadata is a pickle, as PyArrow's own PyExtensionType once was."""
+    """A type that a library may register: its metadata is a pickle, like that of PyArrow's former PyExtensionType."""
 
     def __init__(self, storage: pa.DataType = pa.string()) -> None:  # noqa: B008
         super().__init__(storage, OWN)
@@ -56,7 +56,7 @@ class _Touch:
 
 
 class Trap:
-    """``pickle`` makes a file when it is loaded."""
+    """Loading ``pickle`` makes a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -130,12 +130,12 @@ WRITERS: dict[str, Write] = {
 
 
 def marked(field: pa.Field, name: str, metadata: bytes) -> pa.Field:
-    """``field`` as a file has it whose column is of the extension type ``name``."""
+    """``field`` as stored in a file whose column has the extension type ``name``."""
     return field.with_metadata({"ARROW:extension:name": name, "ARROW:extension:metadata": metadata})
 
 
 def hostile(name: str, metadata: bytes, content: Any = "hi") -> dict[str, pa.Table]:
-    """Tables with one row, and where in them the type is."""
+    """Tables with one row, by the place of the type in them."""
     kind = pa.binary() if isinstance(content, bytes) else pa.string()
     word = marked(pa.field("content", kind), name, metadata)
     chat = pa.list_(pa.field("item", pa.struct([pa.field("role", pa.string()), word])))
@@ -185,7 +185,7 @@ def test_a_registered_type_never_sees_the_files_metadata(tmp_path: Path, trap: T
 
 @pytest.mark.usefixtures("registered")
 def test_pyarrow_alone_would_unpickle_it(tmp_path: Path, trap: Trap) -> None:
-    """The traps above work: these are the ways in which the files would be opened without the module."""
+    """The traps above work if the files are opened without the module, in these ways."""
     table = hostile(OWN, trap.pickle)["struct in a list"]
     for form in ("parquet", "file", "stream"):
         path = WRITERS[form](tmp_path, table)
@@ -194,7 +194,7 @@ def test_pyarrow_alone_would_unpickle_it(tmp_path: Path, trap: Trap) -> None:
         assert trap.sprung()
 
 
-@pytest.mark.slow  # Ray Data is imported
+@pytest.mark.slow  # imports Ray Data
 @pytest.mark.parametrize("form", WRITERS)
 @pytest.mark.usefixtures("ray_types")
 def test_ray_datas_types_unpickle_neither_metadata_nor_values(tmp_path: Path, trap: Trap, form: str) -> None:
@@ -214,7 +214,7 @@ def test_ray_datas_types_unpickle_neither_metadata_nor_values(tmp_path: Path, tr
         assert not trap.sprung()
 
 
-@pytest.mark.slow  # Ray Data is imported
+@pytest.mark.slow  # imports Ray Data
 @pytest.mark.usefixtures("ray_types")
 def test_the_traps_for_ray_datas_types_work(tmp_path: Path, trap: Trap) -> None:
     for name in RAY_METADATA[:2]:
@@ -227,7 +227,7 @@ def test_the_traps_for_ray_datas_types_work(tmp_path: Path, trap: Trap) -> None:
     assert trap.sprung()
 
 
-@pytest.mark.slow  # Ray Data is imported
+@pytest.mark.slow  # imports Ray Data
 @pytest.mark.usefixtures("ray_types")
 def test_token_ids_that_ray_data_wrote_are_read(tmp_path: Path) -> None:
     import numpy as np
@@ -241,7 +241,7 @@ def test_token_ids_that_ray_data_wrote_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("extension", [False, True])
 @pytest.mark.usefixtures("registered")
 def test_the_other_types_of_arrows_schema_stay(tmp_path: Path, trap: Trap, extension: bool) -> None:
-    """Parquet itself knows neither durations nor time zones: Arrow's schema in the footer has them."""
+    """Parquet has neither durations nor time zones: they are in Arrow's schema in the footer."""
     when = datetime(2026, 1, 2, 3, tzinfo=timezone(timedelta(hours=2)))
     fields = [
         pa.field("text", pa.string()),
@@ -263,7 +263,7 @@ def test_the_other_types_of_arrows_schema_stay(tmp_path: Path, trap: Trap, exten
 @pytest.mark.parametrize("damage", ["none", "newline", "no padding", "twice"])
 @pytest.mark.usefixtures("registered")
 def test_an_arrow_schema_in_an_odd_form(tmp_path: Path, trap: Trap, stored: bool, damage: str) -> None:
-    """A footer with Arrow's schema as the writer's own metadata: also twice, and not in plain base64."""
+    """A footer with Arrow's schema as the writer's own metadata, also twice, and not in plain base64."""
     schema = hostile(OWN, trap.pickle)["struct in a list"].schema
     text = base64.b64encode(schema.serialize().to_pybytes())
     text = {"newline": text[:40] + b"\n" + text[40:], "no padding": text.rstrip(b"=")[:-1]}.get(damage, text)
@@ -271,7 +271,7 @@ def test_an_arrow_schema_in_an_odd_form(tmp_path: Path, trap: Trap, stored: bool
     path = tmp_path / "in.parquet"
     with pq.ParquetWriter(path, table.schema, store_schema=stored) as writer:
         writer.write_table(table)
-        # Under another key: the writer leaves this one out.
+        # Under another key: the writer drops this one.
         writer.add_key_value_metadata({"ARROW-schema": text, "more": b"ARROW-schema" if damage == "twice" else b""})
     path.write_bytes(path.read_bytes().replace(b"ARROW-schema", b"ARROW:schema"))
     if damage in ("newline", "no padding"):
@@ -302,12 +302,12 @@ def test_a_cut_or_changed_table_is_a_typed_error_and_runs_nothing(tmp_path: Path
 
 # -- claims of compressed buffers ------------------------------------------------------------------------------------
 
-#: A length whose bytes occur in no other place of a file, of each of 8 texts.
+#: A length whose bytes occur in no other place of a file. It is the length of each of 8 texts.
 TEXT = 8_068_407
 
 
 def bomb_table(*, dictionary: bool = False, column: str = "text") -> pa.Table:
-    """A few KiB, compressed, that stand for ``8 * TEXT`` bytes in ``column``; as a dictionary, for ``TEXT``."""
+    """A few compressed KiB that expand to ``8 * TEXT`` bytes in ``column``. As a dictionary: to ``TEXT``."""
     text = pa.array([f"row {i}" for i in range(8)])
     zeros = pa.array(["\0" * TEXT] * 8)
     large = zeros.dictionary_encode() if dictionary else zeros
@@ -401,7 +401,7 @@ def test_a_uuid_is_text(tmp_path: Path, write: Write) -> None:
 
 
 def shared_schema(levels: int, fan: int, name: bytes = b"x", *, text: bool = True) -> bytes:
-    """An Arrow message: a schema of a text and a structure, of which each level has one field table, ``fan`` times."""
+    """An Arrow message: the schema of a text and a structure. Each level refers ``fan`` times to one field table."""
     data = bytearray(4)
 
     def vtable(fields: list[int], size: int) -> int:
@@ -448,7 +448,7 @@ def shared_schema(levels: int, fan: int, name: bytes = b"x", *, text: bool = Tru
     for level in range(levels):
         last = level == levels - 1
         places = column(places, name, 1 if last else 13, 0 if last else fan)
-    data.extend(bytes(64 * 1024))  # with it Arrow's own limit of tables lets the schema pass
+    data.extend(bytes(64 * 1024))  # with it the schema passes Arrow's own limit of tables
     data.extend(bytes(-len(data) % 8))
     return b"\xff\xff\xff\xff" + struct.pack("<i", len(data)) + bytes(data)
 
@@ -458,7 +458,7 @@ SHARED = {"many": (5, 30), "deep": (70, 1), "names": (3, 90, b"n" * 1000)}
 
 @pytest.mark.parametrize("case", SHARED)
 def test_a_schema_whose_tables_are_shared_is_read_or_refused(tmp_path: Path, case: str) -> None:
-    """Arrow makes objects of its own for each reference: 64 KiB of a file can be tens of millions of fields."""
+    """Arrow makes new objects for each reference: 64 KiB of a file can be tens of millions of fields."""
     path = tmp_path / "in.arrow"
     path.write_bytes(shared_schema(*SHARED[case]) + b"\xff\xff\xff\xff" + bytes(4))
     with suppress(FormatError):

@@ -98,7 +98,7 @@ def test_too_long_rows_are_cut_or_told_apart(tokenizer: Any) -> None:
     with pytest.raises(TooLong, match="at most 3 tokens, got 5"):
         RowEncoder(tokenizer, 10, rules=RowRules(max_length=3)).encode(row)
     assert len(RowEncoder(tokenizer, 4, rules=RowRules(max_length=9, too_long="truncate")).encode(row).token_ids) == 4
-    with pytest.raises(InputError, match="got 1 zeros"):  # what it would teach is cut off
+    with pytest.raises(InputError, match="got 1 zeros"):  # the tokens with a loss are cut off
         RowEncoder(tokenizer, 10, rules=RowRules(max_length=1, too_long="truncate")).encode(row)
 
 
@@ -140,5 +140,5 @@ def test_what_a_loss_mask_costs_is_bounded(tokenizer: Any, monkeypatch: pytest.M
     monkeypatch.setattr("hsx_dist.inputs.encode._MAX_RENDERED", 400_000)
     with pytest.raises(InputError, match="got more with 60 messages"):
         RowEncoder(tokenizer, 200, rules=rules).encode(Row("k", 0, messages=chat))
-    with pytest.raises(TooLong):  # a long row is refused before its beginnings are rendered
+    with pytest.raises(TooLong):  # a long row is refused before its prefixes are rendered
         RowEncoder(tokenizer, 20, rules=rules).encode(Row("k", 0, messages=chat))

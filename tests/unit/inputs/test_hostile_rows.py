@@ -1,4 +1,4 @@
-"""No row ends a job: whatever it holds, it becomes a row that every later step can take, or a refusal."""
+"""No row ends a job: each becomes a row that every later step accepts, or a refusal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rows_of(record: Any) -> list[Row | RowFate]:
 
 
 def check(item: Row | RowFate) -> None:
-    """What a driver, Ray, a manifest and the connector do with a row."""
+    """Use a row like a driver, Ray, a manifest and the connector do."""
     assert isinstance(item, (Row, RowFate))
     assert pickle.loads(pickle.dumps(item)) == item
     item.key.encode()
@@ -105,7 +105,7 @@ def test_a_deep_value_in_a_line_and_in_a_json_text(tmp_path: Path, field: str) -
     assert isinstance(line, RowFate)
     assert "nested at most 64 deep" in line.reason
     assert isinstance(good, Row)
-    assert isinstance(text, Row if field == "extra" else RowFate)  # as metadata a text is a text
+    assert isinstance(text, Row if field == "extra" else RowFate)  # in metadata a text stays a text
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_bytes_are_no_token_ids() -> None:
 
 
 def test_what_a_template_and_a_hash_made_of_a_chat_stays() -> None:
-    """Runs that are stored keep these hashes of their first rows."""
+    """Stored runs contain these hashes of their first rows."""
     when = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     chat = [{"role": "user", "content": "x", "at": when, "n": 1.5, "none": None, "d": Decimal("1.0")}]
     tools = [{"name": "f", "strict": None, "args": {"b": [1, None], "a": float("nan")}}]
@@ -218,7 +218,7 @@ SCALARS = st.one_of(
     st.integers(min_value=0, max_value=400),
     st.integers(4000, 5000).map(lambda n: 10**n),
     st.floats(),
-    st.text(alphabet=st.characters(), max_size=8),  # surrogates and control characters too
+    st.text(alphabet=st.characters(), max_size=8),  # also surrogates and control characters
     st.binary(max_size=4),
     st.dates(),
     st.datetimes(),
@@ -286,7 +286,7 @@ def test_agreement_of_a_long_row_takes_linear_time() -> None:
 
 
 def test_numbers_and_texts_of_other_libraries_become_pythons_own() -> None:
-    """An engine in another process is sent rows as msgpack, which knows no subclasses."""
+    """An engine in another process receives rows as msgpack, which has no subclasses."""
     import numpy as np
 
     from hsx_dist.inputs.row_values import metadata_value

@@ -1,4 +1,4 @@
-"""Loss masks: given with a row, or derived from the roles of a chat by rendering its beginnings."""
+"""Loss masks: given with a row, or derived from a chat's roles by rendering its prefixes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hsx_dist.inputs.encode import RowEncoder, RowRules, load_tokenizer
 from hsx_dist.inputs.rows import Row
 from hsx_dist.models.tiny import write_tiny_tokenizer
 
-# What stock templates do, in few words; none of them marks what the assistant says.
+# The behaviour of stock templates, shortened. None of them marks the assistant's text.
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Llama-3: begins with a token of its own, strips what is said, has no newline between turns.
+# Llama-3: begins with a special token, strips messages, has no newline between turns.
 LLAMA3 = (
     "{{ '<|begin|>' }}{% for m in messages %}{{ '<|head|>' + m.role + '<|/head|>\n\n' + m.content | trim + '<|eot|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\n\n' }}{% endif %}"
 )
-# Gemma: the system's words go into the first user's turn, roles have other names, roles must take turns.
+# Gemma: the system's text is in the first user turn, roles have other names, and must alternate.
 GEMMA = (
     "{{ '<bos>' }}{% set ns = namespace(first='') %}{% if messages[0].role == 'system' %}"
     "{% set ns.first = messages[0].content + '\n\n' %}{% set messages = messages[1:] %}{% endif %}"
@@ -33,7 +33,7 @@ GEMMA = (
     "{{ m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-# Qwen3: the thoughts of all turns but the last are dropped, and the last has an empty thought if it has none.
+# Qwen3: only the last turn keeps its thoughts. Without thoughts it has an empty one.
 QWEN3 = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}"
@@ -64,7 +64,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def said(
     tokenizer: Any, template: str, messages: list[dict[str, Any]], roles: tuple[str, ...] = ("assistant",), **kw: Any
 ):
-    """The runs of text whose mask is 1; and that the ids are those of apply_chat_template."""
+    """The pieces of text whose mask is 1. Checks that the ids are those of apply_chat_template."""
     tokenizer.chat_template = template
     got = RowEncoder(tokenizer, 500, kw, rules=RowRules(loss_roles=roles)).encode(Row("k", 0, messages=messages))
     assert got.token_ids == list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **kw))
@@ -94,7 +94,7 @@ def test_thoughts_that_a_template_drops_from_earlier_turns(tokenizer: Any) -> No
         "A run of tokens.<|im_end|>",
         "<think>\nsecond\n</think>\n\nThe unit of durability: A run of tokens.<|im_end|>",
     ]
-    # Without thinking the header ends with an empty thought, which is then no part of the answer.
+    # Without thinking the header ends with an empty thought, which is not part of the answer then.
     assert said(tokenizer, QWEN3, CHAT, enable_thinking=False) == [
         "A run of tokens.<|im_end|>",
         "The unit of durability: A run of tokens.<|im_end|>",

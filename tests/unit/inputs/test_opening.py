@@ -1,4 +1,4 @@
-"""Which run an extraction goes on with, and which it refuses."""
+"""Which run an extraction continues, and which runs it refuses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_another_meaning_is_refused_and_every_field_that_differs_is_named(tmp_pa
 
 
 class Late(LocalStore):
-    """Says twice that there is no run: another driver starts it between the questions and the answer."""
+    """Answers twice that there is no run. Another driver starts it between check and start."""
 
     asked = 0
 

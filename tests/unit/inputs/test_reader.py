@@ -1,4 +1,4 @@
-"""Inputs that are read in a child process: what breaks there is a typed error here, and nothing of it stays."""
+"""Inputs that are read in a child process: its failures are typed errors here, and no process stays behind."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ os.kill(os.getpid(), 9)
 
 @linux
 def test_the_reader_ends_with_its_parent_whose_forked_process_lives_on(tmp_path: Path) -> None:
-    """That one holds the connection open."""
+    """The forked process holds the connection open."""
     command = [sys.executable, "-c", _FORKS, str(packed(tmp_path, 1_000_000))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -114,9 +114,9 @@ def test_an_option_that_no_process_can_be_given_is_named(tmp_path: Path) -> None
 
 
 @linux
-@pytest.mark.slow  # 4 GiB are filled
+@pytest.mark.slow  # fills 4 GiB
 def test_a_zip_file_whose_directory_takes_too_much_memory_is_an_error(tmp_path: Path) -> None:
-    """fsspec makes a text of each parent folder of each name."""
+    """fsspec makes a string for each parent folder of each name."""
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
         file.writestr("in.jsonl", '{"text": "hello"}\n')
         for i in range(40):
@@ -141,7 +141,7 @@ def test_a_zip_file_with_a_wrong_bit_is_broken(tmp_path: Path, name: str) -> Non
 
 @pytest.fixture
 def failing_server() -> Iterator[str]:
-    """Serves a file of 20 MB up to its first quarter."""
+    """Serves the first quarter of a file of 20 MB."""
     data = b'{"text":"a row"}\n' * (20_000_000 // 17)
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -32,7 +32,7 @@ _PACK = {".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress,
 
 
 def _rows(path: Path, most: int = 20, **settings: Any) -> tuple[list[Row | RowFate], int]:
-    """The first rows, and the most bytes that were allocated."""
+    """The first rows, and the peak of allocated bytes."""
     tracemalloc.start()
     try:
         found = list(islice(read_rows(InputConfig(path=str(path), **settings)), most))
@@ -179,7 +179,7 @@ def test_ranges_of_a_view_that_overlap_are_each_counted() -> None:
 
 @pytest.mark.parametrize("kind", ["view", "list view", "runs", "dense union", "sparse union", "dictionary"])
 def test_each_row_of_a_batch_is_counted_with_its_own_bytes(kind: str) -> None:
-    """A short row does not cost what the longest of its batch costs."""
+    """A short row is not counted with the size of its batch's longest row."""
     texts = pa.array(["a", "b" * 1_000_000, "c"])
     zeros, places = pa.array([0] * 3, pa.int8()), pa.array(range(3), pa.int32())
     columns = {
@@ -259,7 +259,7 @@ def test_rows_without_bytes_are_refused(tmp_path: Path) -> None:
 def test_rows_that_are_stored_once_and_named_often_are_an_error(
     tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each row costs the driver as much, whatever it takes in the file."""
+    """Each row costs the driver the same, even if it takes few bytes in the file."""
     monkeypatch.setattr(records, "FREE_ROWS", 1000)
 
     def write(path: Path, texts: list[str]) -> None:
@@ -362,7 +362,7 @@ def test_a_zip_file_that_claims_a_large_member_gets_no_higher_limit(
     "unit", [b"x\n", b"{}\n", b"7\n", b'{"text":"a","id":1}\n', b'{"text":""}\n'], ids=lambda unit: unit.decode()
 )
 def test_refused_rows_without_end_end_the_input(tmp_path: Path, unit: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each costs the driver an entry in its ledger, and costs the file's author nothing."""
+    """Each row is an entry in the driver's ledger, and costs the file's author nothing."""
     monkeypatch.setattr(rows, "_FREE_REFUSED", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(unit * 1000)

@@ -114,7 +114,7 @@ def test_a_duplicate_id_is_refused_under_its_row_number(tmp_path: Path) -> None:
 
 
 def test_the_id_of_a_refused_row_is_taken_too(tmp_path: Path) -> None:
-    # Else a resumed run, which looks rows up by key, would take the second row for the refused one.
+    # Otherwise a resumed run, which finds rows by key, would confuse the second row with the refused one.
     first, second = read(write(tmp_path / "in.jsonl", {"id": "a", "text": ""}, {"id": "a", "text": "x"}))
     assert isinstance(first, RowFate)
     assert isinstance(second, RowFate)

@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders, globs, saved data sets, whichever format."""
+"""Sources of rows: files, folders, globs and saved data sets, in every format."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lines(path: Path, *texts: str) -> Path:
 
 
 def saved(folder: Path, *tables: Any) -> Path:
-    """What ``Dataset.save_to_disk`` writes: Arrow streams, and a state that names them."""
+    """Write the files of ``Dataset.save_to_disk``: Arrow streams, and a state that names them."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"data-{i:05d}-of-{len(tables):05d}.arrow" for i in range(len(tables))]
     for name, table in zip(names, tables, strict=True):
@@ -66,7 +66,7 @@ def test_a_folder_is_read_by_name_and_keys_say_the_file(tmp_path: Path) -> None:
     for name in ("README.md", "_SUCCESS", ".hidden.jsonl"):
         (tmp_path / name).write_text("not a row\n")
     rows = read(tmp_path)
-    # Of text, a row is a line that is not empty.
+    # In a text file each line that is not empty is a row.
     of_text = ["d:00000000", "d:00000002"]
     assert [r.key for r in rows] == ["a/x:00000000", "b:00000000", "b:00000001", "c:00000000", *of_text]
     assert [r.row for r in rows] == list(range(6))
@@ -126,7 +126,7 @@ def test_columnar_formats_give_the_rows_of_jsonl(tmp_path: Path, form: str) -> N
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     expected = read(tmp_path / "in.jsonl", metadata=["source"])
     found = read(path, metadata=["source"])
-    # A table has every column in every row.
+    # In a table every row has every column.
     assert [getattr(r, "metadata", None) for r in found] == [
         {"source": "web"},
         {"source": None},
@@ -204,7 +204,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_only_a_batch_is_held(tmp_path: Path) -> None:
-    """Two hundred times the rows, and no more of Arrow's memory."""
+    """Two hundred times the rows need no more of Arrow's memory."""
     import pyarrow.parquet as pq
 
     peaks = []
@@ -303,7 +303,7 @@ def test_what_is_found_is_named_before_anything_is_read(tmp_path: Path) -> None:
 
 
 def test_keys_hold_nothing_of_a_url_but_the_name() -> None:
-    """A server's page of links may sign each of them."""
+    """A server's index page may sign each of its links."""
     found = {f"https://u:hunter2@h/dir/{name}.jsonl?sig=hunter2": "file" for name in ("a", "b/c")}
     sources = sources_module._of_many(InputConfig(), None, found, "https://u:hunter2@h/dir")
     assert [s.label for s in sources] == ["a", "b/c"]
@@ -354,7 +354,7 @@ def test_a_link_out_of_a_saved_data_set_is_refused(tmp_path: Path) -> None:
     data = folder / "data-00000-of-00001.arrow"
     data.rename(folder / "real.arrow")
     data.symlink_to("real.arrow")
-    assert keys(folder) == ["theirs:00000000"]  # within the folder
+    assert keys(folder) == ["theirs:00000000"]  # a link inside the folder
     data.unlink()
     data.symlink_to(mine / data.name)
     with pytest.raises(ConfigError, match="a link to another folder"):
@@ -366,7 +366,7 @@ def test_a_link_out_of_a_saved_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a link to another folder"):
         read(both)
     (tmp_path / "link").symlink_to(mine)
-    assert keys(tmp_path / "link") == ["link:00000000"]  # the folder that the user names may be one
+    assert keys(tmp_path / "link") == ["link:00000000"]  # the user's folder may be a link
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
@@ -395,7 +395,7 @@ def test_text_that_is_not_utf8_costs_its_row_alone(tmp_path: Path, form: str) ->
 @pytest.mark.parametrize("name", ["b.jsonl", "b.jsonl.gz", "b.parquet", "b.arrow", "state.json", "dataset_dict.json"])
 @pytest.mark.parametrize("kind", ["fifo", "device"])
 def test_a_fifo_or_a_device_is_no_input(name: str, kind: str, tmp_path: Path) -> None:
-    """Reading one may never end."""
+    """Reading a fifo or a device may never end."""
     lines(tmp_path / "a.jsonl", "a0")
     if kind == "fifo":
         os.mkfifo(tmp_path / name)
@@ -411,7 +411,7 @@ def test_a_fifo_or_a_device_is_no_input(name: str, kind: str, tmp_path: Path) ->
 def test_archives_that_are_read_without_a_bound_are_not_opened(
     chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """3 KB are gigabytes where fsspec reads the directory of a zip file in another one, or a header of a tar file."""
+    """fsspec's reading of a nested zip file's directory, or of a tar file's header, expands 3 KB to gigabytes."""
     (tmp_path / "x").write_bytes(b"")
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda *_, **__: pytest.fail("opened"))
     for first in ("zip://rows.jsonl::", "simplecache::zip://rows.jsonl::", "tar://rows.jsonl::"):
@@ -421,7 +421,7 @@ def test_archives_that_are_read_without_a_bound_are_not_opened(
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_a_zip_files_members_expand_in_bounded_memory(method: int, tmp_path: Path) -> None:
-    """Python expands what it reads of a bzip2 or LZMA member in one call: 1 KB is then GiB."""
+    """Python expands a read of a bzip2 or LZMA member in one call: 1 KB can become GiB."""
     archive = tmp_path / "x.zip"
     with zipfile.ZipFile(archive, "w", method) as file:
         file.writestr("rows.jsonl", json.dumps({"text": "t"}))

@@ -1,4 +1,4 @@
-"""Which rows a resumed run still has to do."""
+"""The rows that a resumed run still has to compute."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_line_that_could_not_be_read_and_now_can_is_run_and_its_refusal_withdr
     assert again is mended
     assert (withdrawal.key, withdrawal.fate) == (broken.key, "withdrawn")
     manifest.add(receipt(2, keys=("c",)))
-    assert not accounted(mended, manifest)  # the withdrawal is still to be stored
+    assert not accounted(mended, manifest)  # the withdrawal is not stored yet
     assert [r.fate for r in remaining(lambda: iter([mended]), manifest)] == ["withdrawn"]
     manifest.add(receipt(3, fates=(withdrawal,)))
     assert accounted(mended, manifest)

@@ -1,4 +1,4 @@
-"""What a run captures, from its settings and a model's configuration."""
+"""The captured points of a run, from its settings and a model's configuration."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_rows_are_as_long_as_the_points() -> None:
     assert token_bytes(found) == 5 * 128 + 256 + 128 + 2 * 192 + 16 + 8
     assert column_bytes(found, 1) == column_bytes(found, 8) == 5 * 128
     assert column_bytes({"q": CapturedRows((1, 2), 256)}, 4) == 128
-    # Of q a rank has a fourth, of k one of two heads, of all others the whole.
+    # A rank has a fourth of q, one of two heads of k, and the whole of all others.
     assert rank_bytes(found, 4, kv_heads=2) == 5 * 128 + 64 + 64 + 2 * 48 + 16 + 8
     # A mean is float32, and ids have none.
     assert mean_bytes(found, 2) == 5 * 256 + 512 + 256 + 2 * 384 + 32
@@ -140,7 +140,7 @@ def test_an_engine_with_taps_has_no_drafter_and_its_capture_in_the_compile_hash(
     ],
 )
 def test_a_preset_is_what_the_model_has(kind: str, lacking: set[str], dense: Sequence[int], tmp_path: Path) -> None:
-    """The tiny models as transformers configures them: which layers have experts is said by the configuration alone."""
+    """The tiny models as transformers configures them. Only the configuration says which layers have experts."""
     from transformers import AutoConfig
 
     text = AutoConfig.from_pretrained(tiny_model(kind, tmp_path))

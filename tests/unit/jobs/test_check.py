@@ -1,4 +1,4 @@
-"""Which samples ``check_samples`` compares, while consumers remove parts."""
+"""The samples that ``check_samples`` compares, while consumers remove parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.harness.runs import store_run
     ("before", "meanwhile", "compared"),
     [
         ("", "", ["k0", "k5"]),
-        ("01", "", ["k2", "k5"]),  # what is left is spread anew
+        ("01", "", ["k2", "k5"]),  # the remaining samples are spread again
         ("01", "2345", []),
         ("", "01", ["k5"]),
         ("012345", "", None),

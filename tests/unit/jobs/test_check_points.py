@@ -1,4 +1,4 @@
-"""The job's own check of points, against rows that other hooks took of the same model."""
+"""The job's own check of points, against rows of the same model from other hooks."""
 
 from __future__ import annotations
 

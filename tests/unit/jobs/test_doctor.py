@@ -1,4 +1,4 @@
-"""What the doctor says of a machine, a configuration and a store, each wrong in its own way."""
+"""The doctor's findings for a machine, a configuration and a store, each with one fault."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_model_whose_class_gives_no_states(tiny_model_path: Path, tmp_path: Pa
 
 
 class Forgetful(MemoryStore):
-    """Overwrites where it was asked not to."""
+    """Overwrites although the put is conditional."""
 
     def put_if_absent(self, name: str, data: Any) -> None:
         self.put(name, [data])
@@ -109,7 +109,7 @@ def test_a_store_that_does_not_keep_its_word(monkeypatch: pytest.MonkeyPatch) ->
     stores: list[Store] = [MemoryStore(), Forgetful()]
     monkeypatch.setattr(diagnosis, "open_store", lambda *_, **__: stores[0])
     assert "put-if-absent" in probe_store(config())
-    assert list(stores[0].list("")) == []  # nothing is left
+    assert list(stores[0].list("")) == []  # no object is left
     stores.pop(0)
     with pytest.raises(ConfigError, match="two drivers could own one run"):
         probe_store(config())

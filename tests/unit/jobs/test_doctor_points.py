@@ -1,4 +1,4 @@
-"""What the doctor says of each point, from errors and from what was stored."""
+"""The doctor's findings for each point, from errors and from stored samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver's bookkeeping, with a fleet that loses things on purpose (real fleets: tests/integration)."""
+"""The driver's bookkeeping, with a fleet that loses replicas and pages on purpose. Real fleets: tests/integration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hsx_dist.writers.events import Lost
 
 
 class LossyFleet:
-    """Two replicas that compute at once, one writer that stores on ``flush``; ``plan(task)`` says what goes wrong."""
+    """Two replicas that compute at once, and a writer that stores on ``flush``. ``plan(task)`` names a fault."""
 
     def __init__(self, plan=lambda _: "fine", replicas=2):
         self.plan = plan
@@ -43,10 +43,10 @@ class LossyFleet:
         self.open: list[str] = []  # shipped, not stored
         self.seq = 0
         self.flushed: list[float | None] = []
-        self.while_flushing = lambda: None  # called in a flush of no time limit
+        self.while_flushing = lambda: None  # called in a flush without time limit
         self.tasks = []
         self.dead: set[int] = set()
-        self.unreached: dict[int, int] = {}  # replica → polls until it is known that it is dead
+        self.unreached: dict[int, int] = {}  # replica → polls until it is known to be dead
         self.most_at_once = 0
         self.running = dict.fromkeys(range(replicas), 0)
 
@@ -55,8 +55,8 @@ class LossyFleet:
 
     def submit(self, replica, task):
         if replica in self.dead:
-            return  # the driver does not know yet; no answer will come
-        assert replica not in self.unreached  # it has been told
+            return  # the driver does not know yet; no answer will follow
+        assert replica not in self.unreached  # the driver knows
         self.tasks.append(task)
         self.running[replica] += 1
         self.most_at_once = max(self.most_at_once, self.running[replica])
@@ -64,7 +64,7 @@ class LossyFleet:
         if outcome in ("die", "vanish"):
             self.running[replica] = 0
             self.dead.add(replica)
-            # Answers of a replica that died never come; what it shipped before may still be stored.
+            # A dead replica's answers are lost. Rows that it shipped before may still be stored.
             self.events = deque(e for e in self.events if not (isinstance(e, tuple) and e[0] == replica))
             gone = ReplicaDied(replica, "killed", blameless=outcome == "vanish")
             self.events += [gone, ReplicaReady(replica)]
@@ -372,7 +372,7 @@ def test_a_stop_while_a_full_store_is_shown_what_is_there_goes_straight_to_stori
     driver = Driver(fleet, ledger._manifest, ledger, progress, **options)
 
     def stop():
-        # What is known of rows that were refused would be stored, by a store that may be down.
+        # It would store the results of refused rows, in a store that may be down.
         ledger.flush_old = lambda: pytest.fail("went on")
         driver.stop()
 
@@ -437,7 +437,7 @@ def test_max_rows_ends_the_run_with_exactly_so_many(ledger):
     idle = LossyFleet()
     again = run(idle, rows(100), ledger, limits=Limits(max_rows=13))
     assert again.ended.startswith("max_rows")
-    assert not idle.events, "no replica was started"
+    assert not idle.events, "expected no replica to be started"
 
 
 def test_max_rows_of_an_input_that_has_fewer_ends_it_as_usual(ledger):
@@ -446,7 +446,7 @@ def test_max_rows_of_an_input_that_has_fewer_ends_it_as_usual(ledger):
 
 
 def test_max_bytes_ends_the_run_near_it(ledger):
-    driver = run(LossyFleet(), rows(1000), ledger, limits=Limits(max_bytes=350), token_bytes=25)  # a part has 100
+    driver = run(LossyFleet(), rows(1000), ledger, limits=Limits(max_bytes=350), token_bytes=25)  # a part has 100 bytes
     assert driver.ended.startswith("max_bytes")
     assert 350 <= ledger._manifest.stored_bytes <= 500
 
@@ -461,7 +461,7 @@ def test_the_deadline_stores_what_is_computed(ledger):
 
 
 def test_a_full_store_pauses_the_run_until_consumers_have_deleted(ledger, monkeypatch):
-    """Every part that was shown is deleted at the next look: the run never ends, and never holds more than a little."""
+    """Every visible part is deleted at the next check. The run never ends, and never holds more than a few parts."""
     deleted = [0]
     most = [0]
 
@@ -507,5 +507,5 @@ def test_a_sample_counts_once_whatever_the_order_in_which_its_segments_are_prove
         driver = Driver(LossyFleet(), Manifest(), ledger, progress, task_rows=4, max_tries=3)
         for seq, segments in enumerate(order, 1):
             driver._proven(part(seq, *segments))
-            driver._proven(part(seq, *segments))  # told again, as after a flush
+            driver._proven(part(seq, *segments))  # reported again, as after a flush
         assert (progress.rows, progress.raw_bytes, progress.stored_bytes) == (2, 90, 200)

@@ -1,4 +1,4 @@
-"""A run knows its input again, wherever it lies and however many of its rows are taken."""
+"""A run recognizes its input in every place, and with any number of its rows."""
 
 from __future__ import annotations
 

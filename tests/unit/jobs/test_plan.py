@@ -1,4 +1,4 @@
-"""What a plan says, against what is known of a tiny model and a small input."""
+"""The numbers of a plan, for a tiny model and a small input with known numbers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_tokens_bytes_time_and_network(tiny_model_path: Path) -> None:
 def test_points_are_counted_one_by_one(
     select: str, q: int, ids: int, total: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Four heads of 32 in bf16, and two int32 ids; layer 1 of the five has no experts. Ids have no mean."""
+    """Four heads of 32 in bf16, and two int32 ids. Layer 1 of the five has no experts. Ids have no mean."""
     write_tiny_tokenizer(tiny_model("qwen3_moe", tmp_path), 512, 512)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"token_ids": [1] * 10}))
     settings = [f"model={tmp_path}", f"input.path={tmp_path}/rows.jsonl", "output=x", "source=taps", f"select={select}"]
@@ -119,7 +119,7 @@ TEXT = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
     ("config", "ranks", "kv"),
     [
         ({"num_key_value_heads": 2}, 1, 2 * 4 * 2 * 8 * 2),
-        ({"num_key_value_heads": 2}, 4, 2 * 4 * 1 * 8 * 2),  # each rank holds a head, some the same
+        ({"num_key_value_heads": 2}, 4, 2 * 4 * 1 * 8 * 2),  # each rank holds a head, some ranks the same
         ({"head_dim": 32}, 2, 2 * 4 * 4 * 32 * 2),
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 8, 4 * 576 * 2),
     ],

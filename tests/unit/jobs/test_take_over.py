@@ -1,4 +1,4 @@
-"""What a driver does before its first row: the attempt, the seals, and parts that the store has lost."""
+"""The driver's steps before its first row: the attempt, the seals, and parts that the store has lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def taken(place: Place, **settings: Any) -> Any:
 
 
 def write(place: Place) -> list[str]:
-    """Four samples in two parts; returns the parts' names."""
+    """Store four samples in two parts. Returns the parts' names."""
     writer = RunWriter(place.root)
     parts = [writer.put([whole(s, i) for s in SAMPLES[i : i + 2]]).part for i in (0, 2)]
     return [part for part in parts if part is not None]
@@ -72,7 +72,7 @@ def test_a_lost_part_is_noticed_by_everyone_and_computed_again(place: Place) -> 
 
     attempt, ledger, manifest = taken(place)
     assert (attempt, set(manifest.samples), manifest.void) == (2, {"s2", "s3"}, {first})
-    # One of the rows ends without a sample this time. The old receipt proves nothing any more.
+    # One of the rows ends without a sample this time. The old receipt is no proof any more.
     ledger.add(RowFate("s0", 0, "refused", "it is too long now", 1))
     ledger.flush()
     for found in (load_manifest(place.store), open_run(place.root.url).index):
@@ -89,7 +89,7 @@ def test_a_lost_part_is_noticed_by_everyone_and_computed_again(place: Place) -> 
 
 
 def test_a_shuffled_epoch_goes_on_after_lost_samples_were_computed_again(place: Place) -> None:
-    """Half of them in two segments, one stored twice."""
+    """Half of them have two segments, one is stored twice."""
     samples = [random_sample(f"s{i:02d}", 5, seed=i) for i in range(24)]
     root, last = place.root, len(samples)
 
@@ -142,7 +142,7 @@ def test_a_part_that_its_consumers_used_is_not_lost(place: Place) -> None:
     before = open_run(place.root.url)
     before["s0"].load()
     Retention(place).ack("s0", "s1")
-    for key in ("s0", "s1"):  # also in a part that is open already
+    for key in ("s0", "s1"):  # also in a part that is already open
         with pytest.raises(SampleConsumed):
             before[key].load()
     assert missing_parts(place.store, load_manifest(place.store), place.version) == []
@@ -163,7 +163,7 @@ def test_a_part_of_which_one_consumer_told_and_that_is_gone_is_lost(tmp_path: Pa
 
 
 def marks_of_an_earlier_version(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on parts are marked, and taken as used up, as versions before this one did."""
+    """From now on parts are marked, and counted as used up, as in versions before this one."""
     earlier = partial(mark_of, every_copy=False)
     monkeypatch.setattr(retention, "mark_of", lambda part, **_: earlier(part))
     monkeypatch.setattr(Retention, "_used_up", lambda _, part: part.endswith("-v-000001.safetensors"))
@@ -173,7 +173,7 @@ def marks_of_an_earlier_version(place: Place, monkeypatch: pytest.MonkeyPatch) -
 def test_a_used_copy_proves_a_lost_sample_and_an_unused_one_does_not(
     tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of s0 there are two copies; the one that counts is lost. s1 lies next to the other one, and was used."""
+    """s0 has two copies, and the copy that counts is lost. s1 is in the same part as the other copy, and was used."""
     place = start_run(LocalStore(tmp_path / "run"), {"meaning": {}})
     v, u = two_writers(place)
     other = v.put([whole(SAMPLES[0], 0), whole(SAMPLES[1], 1)]).part
@@ -184,19 +184,19 @@ def test_a_used_copy_proves_a_lost_sample_and_an_unused_one_does_not(
     consumer.ack("s1")
     place.store.delete(counts)
     if by == "this version":
-        assert sorted(i.name for i in place.store.list("data/")) == [other]  # it holds a sample that nobody used
+        assert sorted(i.name for i in place.store.list("data/")) == [other]  # it holds a sample that was never used
         consumer.ack("s0")
     assert not list(place.store.list("data/"))
     _, _, manifest = taken(place)
     if by == "this version":
         assert (set(manifest.samples), manifest.void) == ({"s0", "s1"}, {counts})
-    else:  # nobody knows whether s0 was used
+    else:  # it is unknown whether s0 was used
         assert (set(manifest.samples), manifest.void) == (set(), {counts, other})
     assert missing_parts(place.store, load_manifest(place.store), place.version) == []
 
 
 def test_an_old_copy_of_a_sample_that_can_be_read_needs_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another part is lost: of what an earlier version removed, nothing is computed again."""
+    """Another part is lost. Samples of a part that an earlier version removed are not computed again."""
     place = start_run(LocalStore(tmp_path / "run"), {"meaning": {}})
     v, u = two_writers(place)
     v.put([whole(SAMPLES[0], 0)])
@@ -209,7 +209,7 @@ def test_an_old_copy_of_a_sample_that_can_be_read_needs_no_use(tmp_path: Path, m
 
 
 def two_writers(place: Place) -> list[RunWriter]:
-    """Of one attempt; the names of the second one's parts are lower."""
+    """Two writers of one attempt. The second one's parts have lower names."""
     v = RunWriter(place.root, name="v")
     u = copy(v)
     u.name = "u"
@@ -225,14 +225,14 @@ def test_one_consumers_mark_does_not_hide_a_lost_part_of_a_run_of_version_1(
     write_v1_run(root, {"meaning": {}})
     place = open_place(root)
     writer = RunWriter(root, name="v")
-    if resumed:  # by this version, which stores ``removed.json`` whatever marked the part
+    if resumed:  # by this version, which stores ``removed.json`` for every kind of mark
         refuse_version_1(place.store, writer.attempt)
     part = writer.put([whole(SAMPLES[0], 0)]).part
     if by == "an earlier version":
         marks_of_an_earlier_version(place, monkeypatch)
     Retention(place, "train", consumers=["train", "eval"]).ack("s0")
     place.store.delete(part)
-    hidden = by == "an earlier version" and not resumed  # version 1 stored no other sign of a removal
+    hidden = by == "an earlier version" and not resumed  # version 1 stored no other mark of a removal
     assert missing_parts(place.store, load_manifest(place.store), 1) == ([] if hidden else [part])
     with pytest.raises(SampleConsumed if hidden else NotFound):
         open_run(root.url)["s0"].load()
@@ -264,7 +264,7 @@ def test_a_driver_without_rows_that_are_left_notices_a_removal(
     place: Place, before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(place)
-    if before == "missing_parts":  # nothing to do at all
+    if before == "missing_parts":  # no work at all
         write_complete(place.store, 1, load_manifest(place.store), {"rows": 4})
     real = getattr(extract_module, before)
 
@@ -280,7 +280,7 @@ def test_a_driver_without_rows_that_are_left_notices_a_removal(
         return rows_from([{"id": s.key, "text": "x"} for s in SAMPLES], config.input)
 
     def compute(*_: Any) -> None:
-        raise AssertionError("no row is left")
+        raise AssertionError("got a call without rows to compute")
 
     with pytest.raises(RunError, match="mark of its removal"):
         account_for(config, place, load_manifest(place.store), rows, Console(file=io.StringIO()), compute)
@@ -295,7 +295,7 @@ def test_a_complete_run_is_complete_by_its_newest_attempt_alone(place: Place) ->
 
 
 def test_a_driver_of_version_1_refuses_a_run_that_a_later_one_took(tmp_path: Path) -> None:
-    """Version 1 reads each receipt, and takes one that does not begin as receipts do for damaged."""
+    """Version 1 reads each receipt. A receipt with another beginning counts as damaged."""
     root = LocalStore(tmp_path / "run")
     write_v1_run(root, {"meaning": {}})
     taken(open_place(root))
@@ -322,7 +322,7 @@ def test_opening_goes_on_with_the_run_that_is_there(place: Place) -> None:
 
 
 class StartsNothing:
-    """A fleet that cannot start; it keeps what the heartbeat says while it closes."""
+    """A fleet that cannot start. It records the heartbeat's states while it closes."""
 
     def __init__(self, place: Place):
         self._place = place
@@ -341,7 +341,7 @@ class StartsNothing:
 def test_the_last_heartbeat_follows_the_end_of_the_fleet(
     tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then writers of the attempt may store, and gc must take the driver for alive."""
+    """Until the fleet has ended, the attempt's writers may store, and gc must count the driver as alive."""
     fleets: list[StartsNothing] = []
 
     def make_fleet(config: Any, place: Place, *_: Any) -> StartsNothing:

@@ -20,7 +20,7 @@ def test_memory_is_used_again_when_nothing_refers_to_it() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for x in [pool.take(MIB) for _ in range(20)]:
         x[:] = 2
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20 * 256 / 4, "faulted in anew"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20 * 256 / 4, "expected no new page faults"
     assert pool.nbytes == 20 * MIB
 
 
@@ -63,7 +63,7 @@ def test_what_came_back_is_taken_again_before_anything_is_given_up() -> None:
     for _ in range(10):
         held.pop(0)
         held.append(pool.take(MIB))
-        assert held[-1][0] == 7, "fresh memory, which is zero"
+        assert held[-1][0] == 7, "expected reused memory, got new memory, which is zero"
 
 
 def test_a_free_block_is_taken_only_where_it_fits() -> None:

@@ -1,4 +1,4 @@
-"""Advice about pages changes no byte, and is never an error."""
+"""Advice about huge pages changes no byte, and never raises."""
 
 from __future__ import annotations
 

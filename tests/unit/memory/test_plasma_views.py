@@ -1,4 +1,4 @@
-"""Shared memory that is let go of is no longer resident here, and loses nothing; own memory is left alone."""
+"""Released shared memory is no longer resident in this process and keeps its content. Private memory is unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NBYTES = 4 << 20
 
 
 def resident(data: np.ndarray) -> int:
-    """Bytes of the mapping that holds ``data`` that count as this process's."""
+    """Resident bytes of the mapping that holds ``data``."""
     at = data.ctypes.data
     here = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -24,12 +24,12 @@ def resident(data: np.ndarray) -> int:
             here = start <= at < stop
         elif here and name == "Rss:":
             return int(fields[0]) << 10
-    raise AssertionError("not mapped")
+    raise AssertionError("expected a mapping of the array, got none")
 
 
 @pytest.fixture
 def shared() -> np.ndarray:
-    data = np.frombuffer(mmap.mmap(-1, NBYTES), np.uint8)  # shared, as every process's view on Ray's object store
+    data = np.frombuffer(mmap.mmap(-1, NBYTES), np.uint8)  # shared, like every process's view of Ray's object store
     data[:] = np.arange(NBYTES, dtype=np.uint8)
     data.flags.writeable = False
     return data
@@ -48,7 +48,7 @@ def test_shared_memory_is_dropped_and_comes_back(shared: np.ndarray):
 def test_it_is_brought_back_at_once(shared: np.ndarray):
     mapped = PlasmaViews()
     mapped.let_go(shared)
-    if mapped.bring(shared):  # a system that does not take the advice reads it as ever
+    if mapped.bring(shared):  # a system that refuses the advice reads it as before
         assert resident(shared) == NBYTES
     assert np.array_equal(shared, np.arange(NBYTES, dtype=np.uint8))
 

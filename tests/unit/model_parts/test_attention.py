@@ -1,4 +1,4 @@
-"""Attention patterns from stored queries and keys against transformers' ``output_attentions``, in float32."""
+"""Attention patterns from stored queries and keys, against transformers' ``output_attentions`` in float32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = list(range(3, 43))
 QUERIES, KEYS, DIM = 6, 2, 16
-#: Bases and scalings of rotary positions with which a wrong one is seen within 40 tokens.
+#: Bases and scalings of rotary positions. A wrong one shows within 40 tokens.
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_theta": 50.0},
     "partial": {"rope_theta": 50.0, "partial_rotary_factor": 0.5},
@@ -54,7 +54,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 class Attended:
-    """A tiny model whose queries and keys are taken, and its attention ``[layers, heads, T, T]``."""
+    """A tiny model with hooks on its queries and keys, and its attention ``[layers, heads, T, T]``."""
 
     def __init__(self, family: str, folder: Path, rope: dict[str, Any] | None = None, **changes: Any) -> None:
         kind = CONFIG_MAPPING[family]
@@ -69,7 +69,7 @@ class Attended:
             config = kind(**sizes | changes)
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
             for name, parameter in model.named_parameters():
-                if "_proj" in name or "embed" in name:  # the usual 0.02 leaves all scores alike
+                if "_proj" in name or "embed" in name:  # with the usual 0.02 all scores would be almost equal
                     parameter.data.normal_(0, 1 if "embed" in name else 0.3)
                 elif name.endswith(("q_norm.weight", "k_norm.weight")):
                     parameter.data.uniform_(0.5, 2)
@@ -89,7 +89,7 @@ class Attended:
                 q, k, _ = out[0].split([QUERIES * DIM, KEYS * DIM, KEYS * DIM], -1)
                 self.rows["q", layer], self.rows["k", layer] = q.clone(), k.clone()
             elif name in ("q_proj", "k_proj", "q_norm", "k_norm"):
-                # transformers norms heads after it has split and, in some families, swapped them.
+                # transformers applies head norms after it has split heads and, in some families, swapped axes.
                 rows = out[0].transpose(0, 1) if out[0].dim() == 3 and out.shape[1] != len(IDS) else out[0]
                 self.rows[name.removesuffix("_proj"), layer] = rows.reshape(len(IDS), -1).clone()
 
@@ -112,7 +112,7 @@ class Attended:
 def test_patterns_are_the_models_own(family: str, tmp_path: Path) -> None:
     rule = ATTENTION_RULES[family]
     made = Attended(family, tmp_path, {"rope_theta": 50.0})
-    # Nothing that is alike would show a wrong scale or a wrong position.
+    # With equal patterns a wrong scale or a wrong position would not show.
     assert np.abs(made.attention[0][0] - made.attention[0][1]).max() > 0.05
     made.check()
     if rule.head_norm:
@@ -124,7 +124,7 @@ def test_patterns_are_the_models_own(family: str, tmp_path: Path) -> None:
 def test_every_kind_of_rotary_positions(rope: dict[str, Any], tmp_path: Path) -> None:
     made = Attended("phi3" if "partial_rotary_factor" in rope else "llama", tmp_path, rope)
     made.check()
-    # As configurations name them that were written before transformers 5.
+    # With the names of configurations from before transformers 5.
     config = json.loads((tmp_path / "config.json").read_text())
     new = config.pop("rope_parameters")
     config |= {name: new.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in new}

@@ -1,4 +1,4 @@
-"""Logits and top-k of stored states against transformers' own, in float32."""
+"""Logits and top-k of stored states, against transformers' in float32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 N, H, V = 5, 64, 512
 IDS = np.random.default_rng(0).integers(3, V, 70).tolist()
-#: What a sample has, and from where the model's own logits come.
+#: Points of a sample, by the point that the model's final logits are computed from.
 STORED: dict[str, dict[str, Any]] = {
     "final_ln": {"final_ln": (0,), "hidden_states": (0,)},
     "resid_final": {"resid_final": (0,), "resid_mid": (0, 3), "resid_pre": range(N)},
@@ -38,7 +38,7 @@ STORED: dict[str, dict[str, Any]] = {
 
 
 class Computed:
-    """A tiny model, all that it computed of ``IDS``, and its logits ``[T, V]``."""
+    """A tiny model, all its points for ``IDS``, and its logits ``[T, V]``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,7 +69,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("stored", STORED)
 def test_logits_and_top_k_are_the_models_own(stored: str, computed: Computed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in many blocks, which begin where the store's chunks do."""
+    """Also in many blocks, which begin at the store's chunks."""
     with torch.inference_mode():
         close(computed.model(torch.tensor([IDS])).logits[0], computed.logits)
     lens, sample = LogitLens(str(computed.folder)), computed.sample(stored)
@@ -97,7 +97,7 @@ def test_every_place_of_the_stream_goes_through_the_norm_and_the_head(computed: 
     streams, states = computed.sample("resid_final"), computed.sample("hidden_states")
     layers = [5, 0, 3]
     right = torch.stack([computed.lens(computed.rows["hidden_states", k]) for k in layers], 1).log_softmax(-1)
-    # By the same ids: of hidden states, and of the stream under its other names.
+    # By the same layer ids, for hidden states and for the stream under its other names.
     for sample in (streams, states):
         ids, logprobs = lens.top_k(sample, 3, layers=layers, tokens=(10, 30))
         assert ids.shape == (20, 3, 3)
@@ -132,7 +132,7 @@ def test_what_has_no_logits_is_refused(computed: Computed, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="which has 5 layers, got one of a model with 8"):
         lens.top_k(run["a"])
     with pytest.raises(ConfigError, match="expected an id of the Hugging Face hub as the run's model"):
-        LogitLens(run)  # a run names no folder of its reader
+        LogitLens(run)  # a run does not name the reader's model folder
     with pytest.raises(ConfigError, match="model: expected a folder or an id"):
         LogitLens("")
 
@@ -144,7 +144,7 @@ def test_soft_caps_and_the_familys_norm_are_applied(tmp_path: Path) -> None:
     ids = torch.arange(3, 15)
     with torch.inference_mode():
         logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
-    assert float(logits.abs().max()) <= 2  # the cap of its configuration
+    assert float(logits.abs().max()) <= 2  # the cap in its configuration
     model.save_pretrained(tmp_path)
     states = RandomSample("a", last[0][:, None].numpy().view(np.uint32), ids.numpy(), (2,), "float32", 16)
     store = open_store(str(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""Every family's final norm and logits against the classes of transformers, with tiny random models."""
+"""Every family's final norm and logits, against the classes of transformers, with tiny random models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hsx_dist.errors import ConfigError
 from hsx_dist.model_parts.end_rules import END_RULES, end_rule
 from hsx_dist.model_parts.model_end import ModelEnd
 
-#: Taken where a family's configuration has the member. No value is a default that would hide a wrong rule.
+#: Used if a family's configuration has the member. No value is a default, which could hide a wrong rule.
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -58,12 +58,12 @@ SMALL: dict[str, Any] = {
     "logits_scaling": 3.0,
     "final_logit_softcapping": 2.0,
 }
-#: Families that derive the size of a head, or refuse another.
+#: Families that derive the head size, or refuse another.
 HEADS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
 
 
 def tiny(family: str) -> Any:
-    """A random model of two layers whose final norm changes what goes through it."""
+    """A random model of two layers. The final norm changes its input."""
     kind = CONFIG_MAPPING[family]
     usual = kind()
     names = dir(usual)
@@ -71,7 +71,7 @@ def tiny(family: str) -> Any:
     if "head_dim" in names and family not in HEADS:
         sizes["head_dim"] = 16
     if family == "mimo_v2_flash":
-        sizes["num_attention_heads"] = 4  # it divides the key heads once more
+        sizes["num_attention_heads"] = 4  # a multiple of the key heads
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**sizes), attn_implementation="eager").float().eval()
     norm, head = model.model.norm, model.get_output_embeddings()

@@ -1,4 +1,4 @@
-"""A small run in a folder, written by the real sink, with heartbeats, refused and failed rows, and hostile words."""
+"""A small run in a folder, written by the real sink, with heartbeats, refused and failed rows, and hostile texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard's and the alerts' files, and what the alerts do with series that were thought up for them."""
+"""The files of dashboards and alerts, and the alerts' results for made-up series."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_grafana_gets_panels_with_ids_of_their_own_that_do_not_overlap():
     json.dumps(grafana(), allow_nan=False)
 
 
-#: Alert → a series that makes it fire, as promtool writes them, from one value a minute.
+#: Alert → a series that makes it fire, in promtool's form, one value per minute.
 _RUN = 'run="s3://b/r"'
 _FIRING = {
     "HsxNoProgress": {f"ray_hsx_rows_left{{{_RUN}}}": "9x40", f"ray_hsx_receipt_timestamp_seconds{{{_RUN}}}": "60x40"},
@@ -71,7 +71,7 @@ _FIRING = {
         f"ray_hsx_zero_layers_total{{{_RUN}}}": "0x40",
     },
 }
-#: The same series of a run in good order: nothing fires.
+#: The same series for a healthy run: no alert fires.
 _WELL = {
     f"ray_hsx_rows_left{{{_RUN}}}": "9x40",
     f"ray_hsx_receipt_timestamp_seconds{{{_RUN}}}": "0+60x40",
@@ -106,7 +106,7 @@ def test_each_alert_fires_when_it_should_and_none_of_a_run_in_good_order(tmp_pat
         tests.append({**case(_FIRING[a.name]), "alert_rule_test": [alert(a.name, [expected])]})
     rules = yaml.safe_load((tmp_path / "hsx-alerts.yml").read_text())
     for rule in rules["groups"][0]["rules"]:
-        del rule["annotations"]  # promtool would want them spelled out, with the values that Prometheus puts in
+        del rule["annotations"]  # promtool compares them in full, with the values that Prometheus inserts
     (tmp_path / "rules.yml").write_text(yaml.safe_dump(rules))
     path = tmp_path / "tests.yml"
     path.write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "tests": tests}))

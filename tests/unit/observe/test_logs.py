@@ -1,4 +1,4 @@
-"""Log lines: what they are about, in words and as JSON, and that none is said a thousand times."""
+"""Log lines: their subject, as text and as JSON, and limits for repeated lines."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ HOSTILE = "\x1b[2J\nfake\x9b\u202e\x7f"
 
 
 def lines_of(name: str, log_it) -> list[str]:
-    """What a handler with a plain formatter shows of a line of one of our loggers, as inside vLLM's server."""
+    """The output of a handler with a plain formatter for one of this package's loggers, as inside vLLM's server."""
     out = io.StringIO()
     handler = logging.StreamHandler(out)
     log = get_logger(name)

@@ -1,4 +1,4 @@
-"""The meter, the table of metrics, and that whoever counts uses names of the table."""
+"""The meter, the table of metrics, and a check that all code counts under names of the table."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_is_in_no_table_cannot_be_counted():
     with pytest.raises(KeyError):
         Meter().add("pagse")
     with pytest.raises(AssertionError):
-        Meter().add("rows", 1)  # without its fate
+        Meter().add("rows", 1)  # the label is missing
     with pytest.raises(AssertionError):
         Meter().add("ring_bytes", 1)  # a gauge
 
@@ -81,7 +81,7 @@ def test_every_metric_is_counted_somewhere_and_nothing_else_is():
                 meter = owner.endswith("meter") or (owner == "self" and path.name == "metrics.py")
                 if meter and node.func.attr in ("add", "watch") and isinstance(first, ast.Constant):
                     found.add(first.value)
-                if node.func.attr == "_wait" and isinstance(first, ast.Constant):  # the replica's own clock
+                if node.func.attr == "_wait" and isinstance(first, ast.Constant):  # the replica's clock
                     found.add(first.value)
     counted_in_loops = {"pages", "page_bytes", "tokens", "send_seconds", "samples", "skipped", "stored", "failed"}
     assert found | counted_in_loops == set(BY_NAME)

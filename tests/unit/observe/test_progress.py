@@ -1,4 +1,4 @@
-"""What an extraction says of itself while it runs."""
+"""The output of an extraction while it runs."""
 
 from __future__ import annotations
 

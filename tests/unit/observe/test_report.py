@@ -1,4 +1,4 @@
-"""The report: its numbers against the samples themselves, and the page in a real browser."""
+"""The report: its numbers compared with the samples, and the page in a real browser."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_rows_that_are_not_finite_spoil_no_number(small_run: Store):
 
 
 def test_of_very_many_layers_some_are_compared(monkeypatch: pytest.MonkeyPatch):
-    """A small run may have thousands: a product of [T, L, L] would take gigabytes."""
+    """A small run may have thousands of layers. A product of [T, L, L] would take gigabytes."""
     store = MemoryStore()
     many = random_sample("a", 100, layer_ids=tuple(range(1000)), hidden_size=2, chunk_tokens=100, odd=False)
     store_run(store, [many])
@@ -226,13 +226,13 @@ def test_parts_that_are_removed_while_the_report_reads_them_are_left_out(monkeyp
     assert gather_states(run, ["k0"], ["k1"]) is None
 
 
-#: Of the layers that are stored, those that are drawn.
+#: The drawn layers, of the stored ones.
 STORED, DRAWN = (0, 1, 2, 3, 4), (0, 1, 3, 4)
 
 
 @pytest.fixture(scope="module")
 def attended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Store, np.ndarray[Any, Any]]:
-    """A tiny model with 2 key heads for 4 query heads, a run of its queries and keys, and its attention of ``s-1``."""
+    """A tiny model with 2 key heads for 4 query heads, a run of its queries and keys, and the attention of ``s-1``."""
     model = tiny_model("llama", tmp_path_factory.mktemp("model"))
     hooked = HookedModel(model)
     ids = [np.random.default_rng(i).integers(3, 500, n).tolist() for i, n in enumerate((9, 60, 70))]
@@ -264,7 +264,7 @@ def test_attention_is_drawn_by_the_viewers_model_alone(
     attended: tuple[Path, Store, np.ndarray[Any, Any]], small_run: Store, tmp_path: Path
 ) -> None:
     model, store, right = attended
-    assert 'id="attention"' not in write_report(small_run, model=str(model))  # it has neither queries nor keys
+    assert 'id="attention"' not in write_report(small_run, model=str(model))  # the run has neither queries nor keys
     page = write_report(store)
     assert "which only you can name" in page
     assert "Attention patterns of layer" not in page
@@ -277,7 +277,7 @@ def test_attention_is_drawn_by_the_viewers_model_alone(
     weights = re.findall(r'title="token \d+: ([\d.]+)">&lt;\d+&gt;<', section)
     expected = right[list(DRAWN)][:, :, 47, :48].mean(1).reshape(-1)
     assert weights == [f"{x:.3f}" for x in expected]
-    # Another model's heads: the page says so, and has all else.
+    # Another model's heads: the page reports that, and shows all the rest.
     other = tmp_path / "other"
     other.mkdir()
     config = json.loads((model / "config.json").read_text())
@@ -356,7 +356,7 @@ def test_a_browser_shows_every_plot_without_an_error_or_a_request(small_run: Sto
             assert box is not None
             assert box["width"] > 200
             assert box["height"] > 100
-        # Nothing sticks out to the right, on a screen of this width and on a narrow one.
+        # Nothing overflows to the right, on a screen of this width and on a narrow one.
         for width in (1200, 480):
             page.set_viewport_size({"width": width, "height": 900})
             assert page.evaluate("document.documentElement.scrollWidth") <= width

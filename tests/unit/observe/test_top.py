@@ -1,4 +1,4 @@
-"""How a run stands, from its store alone."""
+"""The state of a run, from its store alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_where_nothing_was_begun_it_says_so(store: Store):
     assert look(store).state == "not started"
     attempt = take_attempt(store, {})
     assert look(store).state == "starting"
-    beat(store, attempt, 1, "running")  # an attempt of an older version says no more
+    beat(store, attempt, 1, "running")  # an older version's heartbeat has no progress
     standing = look(store)
     assert (standing.state, standing.done, standing.eta_seconds, standing.stale) == ("running", 0, None, False)
 
@@ -68,7 +68,7 @@ def test_following_ends_with_the_attempt(store: Store):
         states.append((standing.state, standing.tokens_per_second))
         if len(states) == 2:
             beat(store, attempt, 2, "stopped: signal", progress(2, 30, 2.0))
-    # The second look saw the same heartbeat: the rate stays.
+    # The second poll reads the same heartbeat: the rate stays.
     assert states == [("running", 10.0), ("running", 10.0), ("stopped: signal", 20.0)]
 
 

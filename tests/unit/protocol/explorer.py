@@ -1,10 +1,10 @@
-"""All orders in which several processes can make their calls to one store, up to a number of preemptions.
+"""All orders of several processes' calls to one store, up to a number of preemptions.
 
-Each *actor* runs production code on a store that pauses before every call. The explorer decides whose call comes next,
-runs the actors again from the start for each order (nothing in them may depend on time or on true randomness), and
-checks a promise after each call that changed the store. An actor that is not chosen any more stands for a process that
-paused for ever, or died. The method is stateless model checking with bounded preemptions and state caching, as in CHESS
-(Musuvathi et al., OSDI 2008).
+Each *actor* runs production code on a store that pauses before every call. The explorer chooses whose call is next. For
+each order it runs the actors again from the start, so they must not depend on time or on true randomness. After each
+call that changed the store it checks a promise. An actor that is not chosen any more is a process that paused for ever,
+or died. The method is stateless model checking with bounded preemptions and state caching, as in CHESS (Musuvathi et
+al., OSDI 2008).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from hsx_dist.testing.stores import MemoryStore
 
 
 class Violation(AssertionError):
-    """The promise does not hold; the message has the calls that led there."""
+    """The promise is broken. The message lists the calls up to this point."""
 
 
 class Actor:
-    """A process: ``main(root)`` on a store whose calls the explorer grants one by one."""
+    """A process: ``main(root)`` on a store. The explorer grants its calls one by one."""
 
     def __init__(self, number: int, name: str, main: Callable[[SteppedStore], Any], shared: MemoryStore):
         self.number, self.name = number, name
-        self.history = 0  # a hash of all that the actor asked and saw
+        self.history = 0  # a hash of the actor's calls and their results
         self.tokens = 0
         self.calls: list[str] = []
-        self.numbers: list[int] = []  # of its calls, among those of all actors
+        self.numbers: list[int] = []  # numbers of its calls, counted over all actors
         self.result: Any = None
         self.error: BaseException | None = None
         self._store = SteppedStore(shared, self)
@@ -66,7 +66,7 @@ class Actor:
 
 
 class SteppedStore:
-    """A store that pauses its actor before every call; a listing is one call."""
+    """A store that pauses its actor before every call. A listing is one call."""
 
     def __init__(self, inner: MemoryStore, actor: Actor):
         self._inner, self._actor = inner, actor
@@ -107,10 +107,10 @@ class SteppedStore:
 
 @dataclass
 class Scenario:
-    """``prepare(store)`` stores what is there before. ``actors``: name → what the process does.
+    """``prepare(store)`` stores the initial objects. ``actors``: name → the process's function.
 
-    ``promise(store, seen)`` is called with a copy of the store after each change, and raises when something is lost;
-    ``seen`` is its memory along one order of calls. ``at_end(store, actors)`` is called when all actors have ended.
+    ``promise(store, seen)`` is called with a copy of the store after each change, and raises when a promise is broken.
+    ``seen`` is its memory within one order of calls. ``at_end(store, actors)`` is called when all actors have ended.
     """
 
     prepare: Callable[[MemoryStore], None]
@@ -121,15 +121,15 @@ class Scenario:
 
 @dataclass
 class Explored:
-    """How much was looked at."""
+    """Counts of an exploration."""
 
     orders: int = 0
     calls: int = 0
     states: set[Any] = field(default_factory=set)
-    kept: dict[Any, dict[Any, Any]] = field(default_factory=dict)  # contents for which the promise was found to hold
+    kept: dict[Any, dict[Any, Any]] = field(default_factory=dict)  # contents that passed the promise
 
     def check(self, scenario: Scenario, store: MemoryStore, seen: dict[Any, Any]) -> dict[Any, Any]:
-        """``seen`` after the promise was checked, or taken from when it was."""
+        """Check the promise, or reuse an earlier result for equal contents. Returns ``seen`` afterwards."""
         key = (frozenset(store.objects.items()), frozenset(seen.items()))
         if key not in self.kept:
             after = dict(seen)
@@ -139,8 +139,13 @@ class Explored:
 
 
 def explore(scenario: Scenario, *, preemptions: int | None, most_orders: int | None = None) -> Explored:
-    """Run ``scenario`` in every order with at most ``preemptions`` switches away from an actor that could go on
-    (``None``: any number). Raises ``Violation``."""
+    """Run ``scenario`` in every order with at most ``preemptions`` switches away from an actor that could continue.
+
+    ``None``: any number of switches.
+
+    Raises:
+        Violation: an order breaks the promise.
+    """
     found = Explored()
     todo: list[tuple[int, ...]] = [()]
     while todo and (most_orders is None or found.orders < most_orders):
@@ -152,7 +157,7 @@ def explore(scenario: Scenario, *, preemptions: int | None, most_orders: int | N
 def _run(
     scenario: Scenario, prefix: tuple[int, ...], preemptions: int | None, found: Explored
 ) -> list[tuple[int, ...]]:
-    """One order that begins with ``prefix``; returns the beginnings of orders that are still to be run."""
+    """Run one order that begins with ``prefix``. Returns the prefixes of orders that must still be run."""
     shared = MemoryStore()
     scenario.prepare(shared)
     actors = [Actor(i, name, main, shared) for i, (name, main) in enumerate(scenario.actors.items())]
@@ -214,7 +219,7 @@ _current: list[Actor] = []
 
 
 class as_actor:  # noqa: N801 (used like a function)
-    """While an actor computes, random numbers are its own."""
+    """Give an actor its own random numbers while it computes."""
 
     def __init__(self, actor: Actor):
         self._actor = actor
@@ -227,7 +232,7 @@ class as_actor:  # noqa: N801 (used like a function)
 
 
 def token(nbytes: int = 8) -> str:
-    """In the place of ``secrets.token_hex``: other digits for each actor and call, the same in each run."""
+    """Replaces ``secrets.token_hex``: different digits for each actor and call, equal in each run."""
     if not _current:
         return "0" * (2 * nbytes)
     actor = _current[-1]

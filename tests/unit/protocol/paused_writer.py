@@ -1,6 +1,6 @@
 """A writer process that stops itself (SIGSTOP) before one call to the store. Arguments: place, verb, part of the name.
 
-It stores sample ``b`` in attempt 1, and prints how that ended.
+It stores sample ``b`` in attempt 1, and prints the result.
 """
 
 from __future__ import annotations

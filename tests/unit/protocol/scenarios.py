@@ -1,7 +1,7 @@
-"""Processes that work on one place at a time, each of production code, and the promise that they must keep.
+"""Processes that work on one place at the same time, made of production code, and the promise that they must keep.
 
-Left out of them is what decides nothing: heartbeats, the check whether a driver seems to live (it may be wrong, and
-nothing may rely on it), and the probe for conditional puts.
+Three things are left out, as they decide nothing: heartbeats, the check whether a driver seems alive, and the probe for
+conditional puts. The check may be wrong, and no code may rely on its result.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KEYS = ("a", "b")
 
 @lru_cache
 def sample(model: str, key: str) -> RandomSample:
-    """A model's states for a key: no other model's."""
+    """A model's states for a key. Each model has other states."""
     return random_sample(key, 3, seed=sum(map(ord, model + key)), layer_ids=(1,), hidden_size=4)
 
 
@@ -54,7 +54,7 @@ def encoded(model: str, key: str) -> EncodedSegment:
 
 
 class Writer:
-    """A writer of one attempt, which stores each sample in a part of its own."""
+    """A writer of one attempt. It stores each sample in a separate part."""
 
     def __init__(self, store: Store, attempt: int, name: str, model: str):
         self._model = model
@@ -70,11 +70,11 @@ class Writer:
         self._committer.commit([segment], part, self._number, 0)
 
 
-# -- actors: what a process does ------------------------------------------------------------------------------------
+# -- actors: the functions of processes -----------------------------------------------------------------------------
 
 
 def writing(place: Callable[[Store], Place], attempt: int, name: str, model: str, keys: Sequence[str]) -> Any:
-    """A writer that was handed its run and attempt before, and stores ``keys`` until it is fenced."""
+    """A writer that already has its run and attempt. It stores ``keys`` until it is fenced."""
 
     def main(root: SteppedStore) -> None:
         writer = Writer(place(root).store, attempt, name, model)
@@ -88,8 +88,10 @@ def writing(place: Callable[[Store], Place], attempt: int, name: str, model: str
 
 
 def driving(model: str, keys: Sequence[str] = KEYS, *, refused: Sequence[str] = ()) -> Any:
-    """A driver: it resumes or starts the run, stores what is missing and completes it. ``refused``: rows that end
-    without a sample this time."""
+    """A driver: it resumes or starts the run, stores the missing samples and completes the run.
+
+    ``refused``: rows that end without a sample this time.
+    """
 
     def main(root: SteppedStore) -> str:
         config = load_config(None, (), model=model, output=root.url, store={"single_driver": True})
@@ -120,12 +122,12 @@ def driving(model: str, keys: Sequence[str] = KEYS, *, refused: Sequence[str] = 
 
 
 def parts_of(run: Run, key: str) -> set[str]:
-    """The parts that the sample of ``key`` lies in."""
+    """The parts with segments of the sample ``key``."""
     return {proof.part for proof in run.index[run.keys().index(key)].segments}
 
 
 def collecting(root: SteppedStore) -> None:
-    """``hsx gc --delete``, wrongly sure that no process works on the run."""
+    """``hsx gc --delete``, in the wrong belief that no process works on the run."""
     place = find_place(root)
     if place is None:
         return
@@ -136,7 +138,7 @@ def collecting(root: SteppedStore) -> None:
 
 
 def removing(root: SteppedStore) -> str:
-    """``hsx rm --yes``, wrongly sure of the same; returns the run that it was asked to remove."""
+    """``hsx rm --yes``, in the same wrong belief. Returns the id of the run that it removes."""
     place = find_place(root)
     if place is None:
         return ""
@@ -154,7 +156,7 @@ def consuming(place: Callable[[Store], Place], keys: Sequence[str]) -> Any:
 
 
 def reading(root: SteppedStore) -> frozenset[str] | str:
-    """A reader: the keys of a run whose samples it all read, or the error's name."""
+    """A reader. Returns the keys of a run if it could read all samples, else the error's name."""
     try:
         run = Run(root)
         for key in run.index.keys:
@@ -168,8 +170,10 @@ def reading(root: SteppedStore) -> frozenset[str] | str:
 
 
 def promise(store: MemoryStore, seen: dict[Any, Any]) -> None:
-    """A reader opens the run. Every sample that a receipt ever proved is there, readable and that model's, unless the
-    run or the part was removed on request; and no receipt that counts names a part that is gone."""
+    """Every sample that a receipt ever proved exists for readers, is readable, and has its model's states.
+
+    Exceptions are runs and parts that were removed on request. No valid receipt names a missing part.
+    """
     place = find_place(store)
     if place is None:
         return
@@ -179,27 +183,27 @@ def promise(store: MemoryStore, seen: dict[Any, Any]) -> None:
     void = Manifest(all_receipts(place.store)).void
     for receipt in all_receipts(place.store):
         if receipt.part is not None and receipt.part not in void | removed | seen.get("lost", frozenset()):
-            assert f"{place.folder}/{receipt.part}" in store.objects, f"{receipt.part} is proven, and is gone"
+            assert f"{place.folder}/{receipt.part}" in store.objects, f"{receipt.part} is proven, but does not exist"
     for key in run.index.keys:
         seen.setdefault((run_id, key), True)
     for owner, key in [s for s in seen if s != "lost"]:
         if owner != run_id or seen[owner, key] is False:
             continue
         if key not in run:
-            # A part that was lost from outside is declared lost by the next attempt; its sample may end as refused.
-            assert seen.get("lost"), f"sample {key!r} was proven, and is no longer"
+            # The next attempt declares a part lost that something else deleted. Its sample may end as refused.
+            assert seen.get("lost"), f"expected the proven sample {key!r}, got none"
             seen[owner, key] = False
             continue
         found = run[key]
         if parts_of(run, key) & (removed | seen.get("lost", frozenset())):
             continue
         states = found.load(framework="numpy")["hidden_states"]
-        assert found.about["model"] == model, f"sample {key!r} is of another model"
-        assert states.tobytes() == states_of(model, key), f"sample {key!r} has other states"
+        assert found.about["model"] == model, f"sample {key!r}: got another model's sample"
+        assert states.tobytes() == states_of(model, key), f"sample {key!r}: got other states"
 
 
 def only_these_are_used(keys: Sequence[str]) -> Callable[[MemoryStore, dict[Any, Any]], None]:
-    """The promise, where consumers have used ``keys`` and nothing else."""
+    """The promise, if consumers have used only ``keys``."""
 
     def check(store: MemoryStore, seen: dict[Any, Any]) -> None:
         promise(store, seen)
@@ -207,19 +211,19 @@ def only_these_are_used(keys: Sequence[str]) -> Callable[[MemoryStore, dict[Any,
         removed = removed_parts(run.store, run.version)
         for key in run.index.keys:
             used = parts_of(run, key) & removed
-            assert key in keys or not used, f"{key!r} is proven and not used, and a part of it was removed"
+            assert key in keys or not used, f"{key!r}: expected all parts of an unused sample, got a removed one"
         for receipt in all_receipts(run.store):
             if receipt.part in removed:
-                # A consumer may have been given a copy that does not count any more.
+                # A consumer may have received a copy that does not count any more.
                 unused = {proof.segment.key for proof in receipt.segments} & set(run.index.keys) - set(keys)
-                assert not unused, f"{unused} are not used, and a part with a copy was removed"
+                assert not unused, f"expected no removed part with copies of unused samples, got {unused}"
 
     return check
 
 
 @lru_cache
 def states_of(model: str, key: str) -> bytes:
-    """What a reader gets of a sample: float32."""
+    """The states of a sample as read: float32."""
     store = MemoryStore()
     start_run(store, {"meaning": {"model": model}})
     RunWriter(store, NoneCodec()).put([whole(sample(model, key))])
@@ -228,7 +232,7 @@ def states_of(model: str, key: str) -> bytes:
 
 
 def all_rows_are_stored(keys: Sequence[str] = KEYS) -> Callable[[MemoryStore, dict[str, Actor]], None]:
-    """A driver that ended well has all its rows accounted for in a run that readers take as complete."""
+    """A driver without error has accounted for all rows, and readers see a complete run."""
 
     def check(store: MemoryStore, actors: dict[str, Actor]) -> None:
         for actor in actors.values():
@@ -237,11 +241,11 @@ def all_rows_are_stored(keys: Sequence[str] = KEYS) -> Callable[[MemoryStore, di
         done = {a.result for name, a in actors.items() if name.startswith("driver") and ":" not in a.result}
         asked = {a.result for name, a in actors.items() if name.startswith("rm")}
         there = place.info["id"] if place is not None else None
-        assert done <= {there, *asked}, "the run of a driver that ended well is gone, and nobody asked for its removal"
+        assert done <= {there, *asked}, "expected the run of a driver without error, got none without a removal"
         if place is not None and there in done:
             manifest = load_manifest(place.store)
             missing = [k for k in keys if k not in manifest.samples and k not in manifest.refused]
-            assert not missing, f"a driver ended well, and rows {missing} have no fate"
+            assert not missing, f"expected outcomes of all rows from a driver without error, got none of {missing}"
 
     return check
 
@@ -250,7 +254,7 @@ def all_rows_are_stored(keys: Sequence[str] = KEYS) -> Callable[[MemoryStore, di
 
 
 def begun(model: str = "m", attempts: int = 1) -> Callable[[MemoryStore], None]:
-    """A run of which so many attempts were taken."""
+    """A run with this number of attempts."""
 
     def prepare(store: MemoryStore) -> None:
         place = start_run(store, {"meaning": {"model": model}})
@@ -261,7 +265,7 @@ def begun(model: str = "m", attempts: int = 1) -> Callable[[MemoryStore], None]:
 
 
 def there(store: Store) -> Place:
-    """The run that ``begun`` made: a writer was told of it, and asks nobody again."""
+    """The run that ``begun`` made. A writer receives it, and does not look it up."""
     return _PREPARED[0].at(store)
 
 
@@ -289,7 +293,7 @@ def with_a_lost_part(store: MemoryStore) -> None:
 
 
 def with_an_old_completion(store: MemoryStore) -> None:
-    """Attempt 1 is complete. Attempt 2, which runs, has stored one of two segments of ``long`` with ``a``."""
+    """Attempt 1 is complete. Attempt 2 runs, and has stored one of two segments of ``long`` together with ``a``."""
     begun()(store)
     place = find_place(store)
     assert place is not None
@@ -300,7 +304,7 @@ def with_an_old_completion(store: MemoryStore) -> None:
 
 
 def with_half_a_sample(store: MemoryStore) -> None:
-    """Attempt 1, which runs, has stored one of two segments of ``long`` with ``a``."""
+    """Attempt 1 runs, and has stored one of two segments of ``long`` together with ``a``."""
     begun(attempts=0)(store)
     writer = RunWriter(store, NoneCodec(), name="w2", about={"model": "m"})
     long = sample("m", "long")
@@ -308,7 +312,7 @@ def with_half_a_sample(store: MemoryStore) -> None:
 
 
 def with_two_samples_in_a_part(store: MemoryStore) -> None:
-    """Attempt 1, which runs, has stored ``a`` and ``b`` in one part."""
+    """Attempt 1 runs, and has stored ``a`` and ``b`` in one part."""
     begun(attempts=0)(store)
     RunWriter(store, NoneCodec(), name="w2", about={"model": "m"}).put([whole(sample("m", key)) for key in KEYS])
 
@@ -332,11 +336,11 @@ def half(store: SteppedStore, attempt: int = 2) -> None:
 
 
 def the_reader_gets(*allowed: Any) -> Callable[[MemoryStore, dict[str, Actor]], None]:
-    """All that was proven when it began, and what was proven since; or one of these errors, never less."""
+    """The reader gets at least all samples proven when it began, or one of these errors, never less."""
 
     def check(store: MemoryStore, actors: dict[str, Actor]) -> None:
         found = actors["reader"].result
-        assert found in allowed or (not isinstance(found, str) and found >= set(KEYS)), f"the reader got {found}"
+        assert found in allowed or (not isinstance(found, str) and found >= set(KEYS)), f"got {found}"
         for actor in actors.values():
             assert actor.error is None, repr(actor.error)
 
@@ -344,12 +348,12 @@ def the_reader_gets(*allowed: Any) -> Callable[[MemoryStore, dict[str, Actor]], 
 
 
 def the_driver_notices(store: MemoryStore, actors: dict[str, Actor]) -> None:
-    """A driver that ended well did so before the removal began."""
+    """If a driver ended without error, it ended before the removal began."""
     all_rows_are_stored()(store, actors)
     driver, rm = actors["driver"], actors["rm"]
     if ":" not in driver.result and driver.result == rm.result:
         began = rm.numbers[next(i for i, call in enumerate(rm.calls) if "put run.json" in call)]
-        assert driver.numbers[-1] < began, "the run was removed under a driver that ended well"
+        assert driver.numbers[-1] < began, "expected an error from the driver of a removed run, got none"
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -461,7 +465,7 @@ def _store_all(store: MemoryStore) -> None:
 
 
 def lost(scenario_actors: dict[str, Any]) -> Scenario:
-    """A part was deleted by something that is not ours, before the actors begin."""
+    """A foreign program deleted a part before the actors begin."""
 
     def first(store: MemoryStore, seen: dict[Any, Any]) -> None:
         place = find_place(store)
@@ -475,7 +479,7 @@ def lost(scenario_actors: dict[str, Any]) -> Scenario:
         run = Run(store)
         if any(a.result == run.info["id"] for a in actors.values()):
             for key in run.index.keys:
-                run[key].load(framework="numpy")  # nothing is proven that cannot be read
+                run[key].load(framework="numpy")  # all proven samples are readable
 
     return Scenario(remember(with_a_lost_part), scenario_actors, first, account)
 

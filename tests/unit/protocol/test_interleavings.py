@@ -16,12 +16,12 @@ from tests.unit.protocol import explorer
 from tests.unit.protocol.explorer import Violation, explore
 from tests.unit.protocol.scenarios import SCENARIOS
 
-#: Switches away from a process that could go on. One more multiplies the orders by the number of calls.
+#: Switches away from a process that could continue. One more multiplies the orders by the number of calls.
 PREEMPTIONS = int(os.environ.get("HSX_PREEMPTIONS", "1"))
 
 
 class Inline:
-    """In the place of a thread pool: an actor is one thread."""
+    """Replaces a thread pool: an actor is one thread."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -37,7 +37,7 @@ class Inline:
 
 
 class Clock:
-    """In the place of ``datetime``: the time decides nothing, and must be the same in each run."""
+    """Replaces ``datetime``. Time decides nothing, and must be equal in each run."""
 
     @staticmethod
     def now(_: object) -> Clock:
@@ -72,11 +72,11 @@ def test_the_promise_holds_in_every_order(name: str) -> None:
     assert found.orders > 1
 
 
-# -- each fix taken back: the same search must find what it is for ---------------------------------------------------
+# -- each fix undone: the same search must find the fault that it prevents -------------------------------------------
 
 
 def steps_over_seals(m: pytest.MonkeyPatch) -> None:
-    """A writer takes a seal for another receipt of its own, as version 1 does, and readers count what lies behind."""
+    """A writer mistakes a seal for one of its receipts, as version 1 does, and readers count later receipts."""
     m.setattr(receipt_log, "_SEAL", b"no object begins like this")
     real = receipt_log.read_entry
 
@@ -108,7 +108,7 @@ def gc_believes_the_compacted_manifest(m: pytest.MonkeyPatch) -> None:
 
 
 def names_without_a_run_id(m: pytest.MonkeyPatch) -> None:
-    """Everything of every run lies in one folder."""
+    """The objects of all runs are in one folder."""
     m.setattr(place, "_folder", lambda _: "run-0123456789")
 
 
@@ -144,7 +144,7 @@ def a_resume_does_not_look_for_parts(m: pytest.MonkeyPatch) -> None:
 
 
 def a_lost_part_is_not_declared(m: pytest.MonkeyPatch) -> None:
-    """The driver alone knows; the old receipt stays as proof."""
+    """Only the driver knows that the part is lost. The old receipt stays a proof."""
 
     def declare(self: Any, parts: Any) -> None:
         self._manifest.declare_void(parts)

@@ -30,7 +30,7 @@ from tests.unit.protocol.scenarios import sample
 pytestmark = pytest.mark.slow
 
 PROJECT = Path(__file__).parents[3]
-#: Before which call a writer pauses: the part, the question whether its attempt is closed, the receipt.
+#: The calls before which a writer pauses: the part, the check whether its attempt is closed, the receipt.
 MOMENTS = [("put", "data/"), ("head", "closed"), ("put_if_absent", "manifest/")]
 #: ``hsx`` in a process that gets SIGKILL before its 21st deletion.
 KILLED_REMOVAL = """
@@ -50,7 +50,7 @@ main()
 
 @pytest.fixture
 def root(tmp_path: Path) -> LocalStore:
-    """Sample ``a`` is proven by another writer of attempt 1, whose driver died."""
+    """Another writer of attempt 1, whose driver died, has proven sample ``a``."""
     made = LocalStore(tmp_path / "run")
     start_run(made, {"meaning": {"model": "m"}})
     RunWriter(made, NoneCodec(), about={"model": "m"}).put([whole(sample("m", "a"))])
@@ -65,7 +65,7 @@ def hsx(*args: str, code: int = 0) -> str:
 
 @contextmanager
 def paused_writer(root: LocalStore, verb: str, part: str) -> Iterator[list[str]]:
-    """The block runs while the writer is stopped; then it goes on, and what it prints is in the list."""
+    """Run the block while the writer is stopped, then continue the writer. The list receives its output."""
     argv = [sys.executable, "-m", "tests.unit.protocol.paused_writer", root.url, verb, part]
     process = subprocess.Popen(argv, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
     said: list[str] = []
@@ -73,7 +73,7 @@ def paused_writer(root: LocalStore, verb: str, part: str) -> Iterator[list[str]]
         assert process.stdout is not None
         assert process.stdout.readline() == "paused\n"
         yield said
-        # It prints before it stops: the signal that lets it go on must not come first.
+        # The writer prints before it stops, so wait until it has stopped: an earlier SIGCONT would be lost.
         while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGCONT)
@@ -87,7 +87,7 @@ def paused_writer(root: LocalStore, verb: str, part: str) -> Iterator[list[str]]
 def test_gc_next_to_a_writer_that_pauses(root: LocalStore, verb: str, part: str) -> None:
     with paused_writer(root, verb, part) as said:
         hsx("gc", root.url, "--delete", "--watch", "0.1")
-    # A writer of which gc saw nothing goes on; one whose part gc deleted is stopped.
+    # If gc saw no object of the writer, it continues. If gc deleted its part, it is stopped.
     assert said == (["stored"] if verb == "put" else ["Fenced"])
     run = open_run(root.url)
     assert sorted(run.keys()) == (["a", "b"] if verb == "put" else ["a"])
@@ -102,7 +102,7 @@ def test_the_next_driver_next_to_a_writer_that_pauses(root: LocalStore, verb: st
         _, _, manifest = take_over(config, open_place(root), Console(file=io.StringIO()))
         assert set(manifest.samples) == {"a"}
     assert said == ["Fenced"]
-    assert open_run(root.url).keys() == ["a"]  # what the driver was told is all there will be
+    assert open_run(root.url).keys() == ["a"]  # no sample is added after the driver's look
 
 
 @pytest.mark.parametrize(("verb", "part"), MOMENTS)
@@ -110,7 +110,7 @@ def test_a_writer_of_a_removed_run_reaches_nothing_of_the_next_one(root: LocalSt
     with paused_writer(root, verb, part) as said:
         hsx("rm", root.url, "--yes", "--watch", "0.1")
         store_run(root, [random_sample("b", 5, seed=9)], info={"meaning": {"model": "other"}}, about={"model": "other"})
-    assert said == ["stored"]  # into the folder of its own run
+    assert said == ["stored"]  # in the folder of its removed run
     (found,) = open_run(root.url)
     assert (found.key, found.num_tokens, found.about["model"]) == ("b", 5, "other")
     assert verify_run(root).ok

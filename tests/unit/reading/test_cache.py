@@ -1,4 +1,4 @@
-"""The cache on a local disk: same bytes, a size limit, damage, and processes that share it."""
+"""The cache on a local disk: equal bytes, a size limit, damage, and sharing between processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_it_stays_below_its_size(tmp_path: Path) -> None:
     store = CachedStore(inner, tmp_path / "c", 10_000)
     for r in RANGES:
         assert bytes(store.get_ranges("a", [r])[0]) == inner.objects["a"][r[0] : r[1]]
-        # It looks each time a 64th of the limit has come in: here at every range.
+        # It checks after each 64th of the limit: here at every range.
         assert sum(p.stat().st_size for p in (tmp_path / "c").glob("??/*")) <= 10_000
     inner.reset()
     store.get_ranges("a", RANGES[-4:])
@@ -61,7 +61,7 @@ def test_it_stays_below_its_size(tmp_path: Path) -> None:
 
 
 def _plant(folder: Path, store: CachedStore, kind: str, victim: Path) -> None:
-    """What another user may put in the place of the cache's files for ``RANGES[0]``."""
+    """Files of another user in the place of the cache's files for ``RANGES[0]``."""
     below, name = store._place("a", RANGES[0])
     if kind == "folder link":
         (folder / below).symlink_to(victim)
@@ -86,7 +86,7 @@ def test_what_another_user_planted_is_neither_read_nor_changed(tmp_path: Path, k
     for name in ("forged", CachedStore(inner, folder, 1)._place("a", RANGES[0])[1]):
         (victim / name).write_bytes(forged + crc32c(memoryview(forged)).to_bytes(4, "little"))
     before = {p.name: p.read_bytes() for p in victim.iterdir()}
-    store = CachedStore(inner, folder, 1)  # it removes what it has just put in
+    store = CachedStore(inner, folder, 1)  # so small that it removes each new entry
     _plant(folder, store, kind, victim)
     (folder / ".lock").symlink_to(victim / "forged")
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Data sets over runs that the real encoder stored: what they yield, to whom, in which order, and after a restart."""
+"""Data sets over runs that the real encoder stored: their items, per rank, in which order, and after a restart."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Asked:
-    """A store that notes which ranges it was asked for."""
+    """A store that records the requested ranges."""
 
     def __init__(self, inner: Store):
         self._inner = inner
@@ -116,7 +116,7 @@ def test_a_forked_process_reads_through_no_part_of_its_parent(url: str) -> None:
     name = run.index.parts[0].part or ""
     part = run.open_part(name)
     assert run.open_part(name) is part
-    run._pid = -1  # as a child finds it
+    run._pid = -1  # as in a child process
     assert run.open_part(name) is not part
 
 
@@ -262,7 +262,7 @@ def test_an_iteration_goes_on_to_the_sample(url: str, after: int) -> None:
     other.load_state_dict(state)
     assert other.state_dict()["taken"] == after
     assert before + [i["key"] for i in other] == whole
-    assert [i["key"] for i in other] == whole  # the next one is a whole epoch again
+    assert [i["key"] for i in other] == whole  # the next epoch is whole again
 
 
 def test_a_state_goes_on_at_another_world_size(url: str) -> None:
@@ -306,7 +306,7 @@ def test_a_merged_state_is_merged_again_before_every_rank_has_gone_on(url: str, 
     ranks = [fresh(rank, 2) for rank in range(2)]
     for dataset in ranks:
         dataset.load_state_dict(merged)
-    if kind != "tokens":  # whose items have no keys
+    if kind != "tokens":  # token batches have no keys
         source = iter(ranks[0])
         seen += [next(source)["key"] for _ in range(3)]
     merged = json.loads(json.dumps(merge_states([dataset.state_dict() for dataset in ranks])))
@@ -507,7 +507,7 @@ def test_repeat_goes_on_with_the_next_epoch(url: str) -> None:
 def test_token_batches_lose_no_other_tokens_where_a_sample_of_the_buffer_is_skipped_on_resume(
     tmp_path: Path, lost: int
 ) -> None:
-    """The present buffer holds the last two rows of one sample and the first six of the next."""
+    """At the resume the buffer holds the last two rows of one sample and the first six of the next."""
     samples = [replace(random_sample(f"s{i}", 10), token_ids=np.arange(10) + 100 * i) for i in range(8)]
     store = LocalStore(tmp_path)
     writer = store_run(store, samples, per_part=1)

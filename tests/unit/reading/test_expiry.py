@@ -1,4 +1,4 @@
-"""``hsx gc``: only what says that it expires goes, and only once it has."""
+"""``hsx gc`` removes only objects with an expiry time, and only after it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_command_only_lists_until_it_is_told_to_delete(prefix, capsys):
     assert sorted(p.name for p in prefix.iterdir()) == sorted(set(before) - gone)
 
 
-#: Root passes every permission check by its capabilities. Without them it is a file's owner like any other.
+#: Root passes every permission check by its capabilities. Without them it is a file's owner like any other user.
 AS_A_USER = """
 import ctypes, os, sys
 if os.geteuid() == 0 and ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()):
@@ -95,7 +95,7 @@ if os.geteuid() == 0 and ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x200805
 
 
 def as_a_user(code, *arguments):
-    """What a process prints that permissions stop: (stdout, stderr)."""
+    """Output of a process that permissions apply to: (stdout, stderr)."""
     done = subprocess.run(
         [sys.executable, "-c", AS_A_USER + code, *arguments], capture_output=True, text=True, timeout=120
     )
@@ -134,7 +134,7 @@ def test_folders_that_may_not_be_read_are_skipped_reported_and_logged_once(with_
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
 def test_a_file_of_another_user_stops_no_gc(prefix):
-    """In a folder that every user can write, such as the default output."""
+    """In a folder that every user can write to, such as the default output."""
     prefix.chmod(0o1777)
     os.chown(prefix, 1234, 1234)
     for name in (".hsx-unfinished-x", "bad.error.json"):
@@ -200,7 +200,7 @@ def test_a_run_is_refused(tmp_path):
         list(expired(store))
 
 
-# -- next to a server that stores a key anew ---------------------------------------------------------------------------
+# -- next to a server that stores a key again ------------------------------------------------------------------------
 
 KEYS = ["old.safetensors", "old.error.json"]
 
@@ -220,7 +220,7 @@ def store(request, tmp_path):
 @pytest.mark.parametrize("name", KEYS)
 @pytest.mark.parametrize("moment", ["before the version", "before the end is read", "before the delete"])
 def test_an_object_that_is_stored_anew_after_gc_looked_stays(store, monkeypatch, name, moment):
-    """gc pauses at any moment, and a server stores the name."""
+    """gc pauses at any moment, and a server stores the object again."""
     store_anew(store, name, 1000)
     [(found, _)] = expired(store)
     read, version, delete = expiry._end, type(store).version, type(store).delete_version
@@ -245,7 +245,7 @@ def test_an_object_that_is_stored_anew_after_gc_looked_stays(store, monkeypatch,
 
 @pytest.mark.parametrize("name", KEYS)
 def test_a_put_waits_for_a_delete_that_has_looked_and_not_deleted(tmp_path, monkeypatch, name):
-    """gc pauses between its last look at the version and the deletion."""
+    """gc pauses between its last check of the version and the deletion."""
     store = open_store(str(tmp_path))
     store_anew(store, name, 1000)
     stored = threading.Event()
@@ -335,7 +335,7 @@ def test_gc_follows_no_link(tmp_path):
 
 
 class Ignoring(MemoryStore):
-    """A server that does not know the condition of a delete."""
+    """A server that ignores the condition of a delete."""
 
     def delete_version(self, name, version):  # noqa: ARG002
         self.delete(name)
@@ -357,7 +357,7 @@ def test_a_store_without_conditional_deletes_is_refused_and_nothing_goes(kind):
 
 
 class LosingAnswers(MemoryStore):
-    """A library repeats each conditional call that went through, and reports what the repetition met."""
+    """A library that repeats each successful conditional call, and reports the repetition's result."""
 
     def put_version(self, name, buffers, version):
         super().put_version(name, buffers, version)
@@ -390,8 +390,8 @@ def test_an_odd_end_is_none(tmp_path, end):
     ("name", "marker", "more", "hides"),
     [
         ("old.safetensors", "old.safetensors.conflict.json", {"conflict": True}, True),
-        ("old.safetensors", "old.error.json", {"conflict": True}, True),  # an earlier version's
-        ("old.safetensors", "old.error.json", {}, True),  # of a path
+        ("old.safetensors", "old.error.json", {"conflict": True}, True),  # from an earlier version
+        ("old.safetensors", "old.error.json", {}, True),  # of a path, not of a key
         ("sub/old.bin", "sub/old.bin.failed.json", {}, True),
         ("old.safetensors", "old.error.json", {"until_stored": True}, False),
     ],

@@ -1,4 +1,4 @@
-"""Training while extracting: arrivals, the end, a run that died, what is used and removed."""
+"""Training during extraction: new samples, the end, a run that died, and used and removed parts."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def test_samples_come_as_they_are_proven_and_end_with_the_run(tmp_path: Path) ->
     for i in range(1, 16):
         assert turn.wait(60)
         turn.clear()
-        if i == 5:  # another attempt, whose writers are new
+        if i == 5:  # another attempt, with new writers
             first = RunWriter(store, name="w")
-        if i == 9:  # one in two segments, the second of which makes it whole
+        if i == 9:  # a sample in two segments; the second makes it whole
             a, b = SAMPLES[i].segments(6)
             first.put([(SAMPLES[i], b, i)])
             first.put([(SAMPLES[i], a, i)])
@@ -206,7 +206,7 @@ def test_a_part_is_removed_once_every_consumer_has_used_it(tmp_path: Path) -> No
     first = [s.key for s in SAMPLES[:4]]
     for key in first:
         ranks[rank_of(key, 2)].ack(key)
-    for rank in ranks:  # a rank that had nothing of the part says so when it looks
+    for rank in ranks:  # a rank without samples of the part reports it at its next check
         rank.ack(*[k for k in (s.key for s in SAMPLES[4:6]) if rank_of(k, 2) == rank._rank])
     assert sorted(i.name for i in store.list("data/")) == parts
     probe.ack(*first[:3])
@@ -230,7 +230,7 @@ def test_a_part_is_removed_once_every_consumer_has_used_it(tmp_path: Path) -> No
 
 
 def test_a_part_with_a_copy_of_a_sample_that_nobody_used_stays() -> None:
-    """The copy that a follower was given is not the one that counts later."""
+    """The copy that a follower received is not the copy that counts later."""
     store = MemoryStore()
     write_v1_run(store, {})
     w2 = RunWriter(store, name="w2")
@@ -252,7 +252,7 @@ def test_a_part_with_a_copy_of_a_sample_that_nobody_used_stays() -> None:
     assert [item["key"] for item in source] == [b, c]
     assert dataset.skipped == 0
     assert Run(store)[b].load(framework="numpy")["key"] == b
-    # With the sample all parts go that hold nothing else, and what was used is known after a restart.
+    # With the sample, parts with no other sample are removed. A restart keeps the list of used samples.
     retention.ack(b)
     assert [i.name for i in store.list("data/")] == ["data/part-0001-w1-000002.safetensors"]
     restarted = Retention(open_place(store))
@@ -266,7 +266,7 @@ def test_a_part_with_a_copy_of_a_sample_that_nobody_used_stays() -> None:
 @pytest.mark.parametrize("request_number", [1, 2, 3])
 def test_a_part_that_goes_while_verify_reads_it(consumed: bool, request_number: int) -> None:
     class Removing(MemoryStore):
-        """Removes the first part before one of the requests for it."""
+        """Removes the first part before one of the requests for that part."""
 
         left = 0
 
@@ -278,7 +278,7 @@ def test_a_part_that_goes_while_verify_reads_it(consumed: bool, request_number: 
             return super().get_ranges(name, ranges)
 
     store = Removing()
-    # The part has more bytes than verify reads at a time.
+    # The part has more bytes than verify reads in one request.
     samples = [random_sample(key, 300, layer_ids=(1, 2), hidden_size=8192) for key in "abcd"]
     store_run(store, samples, per_part=2, codec=NoneCodec())
     place, part = open_place(store), min(name for name in store.objects if "/data/" in name)
@@ -291,7 +291,7 @@ def test_a_part_that_goes_while_verify_reads_it(consumed: bool, request_number: 
 
 @pytest.mark.parametrize("taken", [1, 2, 5, 7])
 def test_batches_of_tokens_of_a_run_that_is_followed_lose_none_when_resumed(taken: int) -> None:
-    """A follower that goes on later finds the writers' receipts in another order."""
+    """A follower that resumes later finds the writers' receipts in another order."""
     store = MemoryStore()
     start_run(store, {"meaning": {"layers": [1]}})
     a = RunWriter(store, NoneCodec(), name="a")
@@ -318,7 +318,7 @@ def test_batches_of_tokens_of_a_run_that_is_followed_lose_none_when_resumed(take
     for _ in range(taken):
         seen |= {row.tobytes() for row in next(batches)["hidden_states"]}
     state = json.loads(json.dumps(first.state_dict()))
-    while todo:  # meanwhile the run goes on
+    while todo:  # meanwhile the run continues
         put_one(0)
     second.load_state_dict(state)
     for batch in second:
@@ -365,7 +365,7 @@ def test_a_lost_sample_that_is_computed_again_while_the_run_is_followed(resumed:
 @pytest.mark.parametrize("restart_after", range(1, 5))
 @pytest.mark.parametrize("early", [False, True])
 def test_a_lost_sample_is_given_once_wherever_its_reader_is_restarted(restart_after: int, early: bool) -> None:
-    """``early``: the next attempt computes it again before the reader is restarted, otherwise later."""
+    """``early``: the next attempt computes it again before the reader is restarted, otherwise after."""
     store = MemoryStore()
     place = start_run(store, {"meaning": {"layers": [2, 15, 30]}})
     writer = RunWriter(store, name="a")
@@ -449,7 +449,7 @@ def test_what_was_read_of_the_manifest_is_not_read_again_for_a_new_part(monkeypa
 def test_the_masks_of_attached_arrays_follow_too(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "run"))
     store_run(store, SAMPLES[:3], attached=lambda s: {"loss_mask": np.arange(len(s.token_ids)) > 1})
-    take_attempt(open_place(store).store, {})  # a newer attempt at work: the run is not complete any more
+    take_attempt(open_place(store).store, {})  # a newer attempt has begun: the run is not complete any more
     dataset = HiddenStatesDataset(store.url, follow=True, follow_options={"stalled_seconds": 0, **QUICK})
     source = iter(dataset)
     assert [next(source)["loss_mask"].sum() for _ in range(3)] == [len(s.token_ids) - 2 for s in SAMPLES[:3]]
@@ -473,7 +473,7 @@ def test_a_part_that_cannot_be_opened_is_skipped_and_counted(tmp_path: Path, dam
     assert [item["key"] for item in dataset] == sound
     assert dataset.skipped == 4
     assert len([r for r in caplog.records if "skipped" in r.getMessage()]) == 4
-    # The position is behind them.
+    # The position is after them.
     state = json.loads(json.dumps(dataset.state_dict()))
     restarted = HiddenStatesDataset(place.root.url, follow=True)
     restarted.load_state_dict(state)
@@ -530,7 +530,7 @@ def test_no_more_samples_are_read_ahead_than_fit_where_the_run_names_no_layers()
 
 
 def another_run(place: Place, version: int) -> Place:
-    """The run is removed, and another one of the same keys, names and sizes takes its place."""
+    """The run is removed, and another run with the same keys, names and sizes replaces it."""
     url = place.root.url
     if version == 2:
         remove_run(place.root, place)
@@ -579,7 +579,7 @@ def test_a_state_of_an_earlier_version_names_no_run_and_is_loaded_for_version_1(
         state = {k: v for k, v in dataset.state_dict().items() if k not in ("run", "skipped" if follow else "run")}
         restarted = HiddenStatesDataset(url, follow=follow)
         restarted.load_state_dict(state)
-        assert restarted.state_dict() == state  # nothing is lost where it is saved again at once
+        assert restarted.state_dict() == state  # saved again at once, it is unchanged
         assert first + [item["key"] for item in restarted] == [s.key for s in SAMPLES]
     retention = dataset.retention()
     retention.load_state_dict({"used": [SAMPLES[0].key]})
@@ -611,8 +611,9 @@ def test_sound_parts_without_a_run_count_for_version_1_alone(tmp_path: Path) -> 
 
 
 def parts_of_a_run(rnd: random.Random) -> list[tuple[str, list[tuple[int, Segment]]]]:
-    """(writer, the samples' segments of one part): samples of one to three segments over three writers, a few stored
-    twice."""
+    """(writer, the samples' segments of one part). Samples have one to three segments over three writers. A few are
+    stored twice.
+    """
     cut = []
     for i, sample in enumerate(SMALL):
         segments = [(i, segment) for segment in sample.segments(*rnd.choice([(), (), (3,), (2, 4)]))]
@@ -643,7 +644,7 @@ def test_a_follower_gives_each_sample_once_wherever_it_is_resumed(seed: int) -> 
     state: Any = {}
     while True:
         step = rnd.random()
-        if follower is None or step < 0.1:  # another process goes on; what was read ahead comes again
+        if follower is None or step < 0.1:  # another process continues; prefetched samples are repeated
             state = json.loads(json.dumps(follower.position if follower is not None else state))
             follower = Follower(place, state=state, poll_seconds=0, discover_seconds=0, sleep=lambda _: None)
             source, ahead = iter(follower), []
@@ -700,7 +701,7 @@ def test_sound_parts_that_were_noted_are_of_one_run(tmp_path: Path) -> None:
     assert verify_run(other.root, resume=notes).known == parts
     lines = [json.loads(line) for line in notes.read_text().splitlines()]
     assert {line.pop("run") for line in lines} == {place.id, other.id}
-    notes.write_text("".join(json.dumps(line) + "\n" for line in lines))  # as an earlier version wrote them
+    notes.write_text("".join(json.dumps(line) + "\n" for line in lines))  # in the form of an earlier version
     assert verify_run(other.root, resume=notes).known == parts
 
 

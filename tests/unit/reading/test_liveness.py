@@ -1,4 +1,4 @@
-"""Whether anybody works on a run: every way in which an attempt lives, ends, or falls silent."""
+"""Whether a process works on a run: every way in which an attempt runs, ends, or stops without notice."""
 
 from __future__ import annotations
 

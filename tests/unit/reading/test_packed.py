@@ -1,4 +1,4 @@
-"""Fixed contexts: no token lost, each document's positions its own, and a resume to the token."""
+"""Fixed contexts: no token is lost, each document has its own positions, and a resume is exact to the token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
 from tests.harness.runs import store_run
 
-#: Shorter than a context of 16, longer, exactly one, and longer than a batch of three.
+#: Shorter than a context of 16, longer, exactly one, and longer than a batch of three contexts.
 LENGTHS = (5, 40, 16, 3, 70, 11)
 STARTS = np.cumsum([0, *LENGTHS[:-1]])
 SAMPLES = [
@@ -41,7 +41,7 @@ def packed(url: str, rows: int = 3, tokens: int = 16, *, drop_last: bool = False
 
 
 def flat(batches: Any, name: str) -> np.ndarray[Any, Any]:
-    """Of all tokens but padding."""
+    """The values of all tokens without padding."""
     return np.concatenate([np.asarray(b[name])[np.asarray(b["attention_mask"])] for b in batches])
 
 

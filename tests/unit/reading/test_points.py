@@ -1,4 +1,4 @@
-"""Points of a model read back: rows merged over shards in the model's order, and never of two samples."""
+"""Points of a model as read: rows merged over shards in the model's order, and never from two samples."""
 
 from __future__ import annotations
 
@@ -191,11 +191,11 @@ def test_an_object_whose_columns_say_other_things_of_their_sample_is_a_piece(cha
         load_object(object_of(segments), "a.safetensors", points=["topk_ids"])
 
 
-# -- mutations: what must never be joined ------------------------------------------------------------------------
+# -- mutations: segments that must never be joined ---------------------------------------------------------------
 
 
 def facts(segments: Sequence[Stored], column: int, /, **changes: Any) -> list[Stored]:
-    """The segments, of which those of a column say other things of themselves."""
+    """The segments, with other facts for those of one column."""
     return [(x, replace(s, **changes) if s.column == column else s, row) for x, s, row in segments]
 
 
@@ -230,9 +230,9 @@ def test_a_column_of_another_attempt_is_never_taken() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda s: facts(facts(s, 0, shard=0), 2, shard=0),  # two times the same shard
+        lambda s: facts(facts(s, 0, shard=0), 2, shard=0),  # the same shard twice
         lambda s: facts(s, 2, point="k", shards=1, shard=0),  # the other shard is missing
-        lambda s: facts(s, 1, point="q", shard=1, shards=2),  # a shard of something else
+        lambda s: facts(s, 1, point="q", shard=1, shards=2),  # a shard of another point
         lambda s: facts(s, 2, head=4),
         lambda s: facts(s, 2, shards=3),
     ],
@@ -267,7 +267,7 @@ def test_points_have_layers_of_their_own() -> None:
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_many_shards_of_few_bytes_are_refused_together(framework: Any) -> None:
-    """Each shard alone may claim 64 MiB; together they claim more than one part of some KiB can hold."""
+    """Each shard alone may claim 64 MiB. Together they claim more than a part of some KiB can hold."""
     shards, tokens, width = 4, 64, 1 << 18
     made = RandomSample("a", np.zeros((tokens, 1, width), np.uint16), np.arange(tokens), (3,), "bfloat16", tokens)
     facts = {"point": "q", "shards": shards, "columns": shards, "sample_hash": token_hash(made.token_ids)}
@@ -292,7 +292,7 @@ def test_statistics_take_layers_by_their_ids_and_refuse_other_widths() -> None:
 
 
 def test_shards_are_ordered_by_what_they_say() -> None:
-    """And not by the order of columns: swapped shards give other rows, which a test of equality would see."""
+    """Columns may be in any order. Swapped shard numbers give other rows, which a comparison would detect."""
     made = point_sample("a")
     swapped = facts(facts(made.segments(0), 0, shard=0), 2, shard=1)
     rows = bits(run_of(swapped)["a"].load(points=["q"])["points"]["q"]).reshape(37, 2, -1)
@@ -304,7 +304,7 @@ def test_shards_are_ordered_by_what_they_say() -> None:
 @pytest.mark.parametrize("one", range(4))
 @pytest.mark.parametrize("other", range(4))
 def test_columns_that_are_swapped_in_a_part_are_found(one: int, other: int) -> None:
-    """The receipt says which column lies where: an object put under another's name is not read."""
+    """The receipt names each column's object: an object under another column's name is not read."""
     if one == other:
         return
     made, store = point_sample("a"), MemoryStore()
@@ -320,7 +320,7 @@ def test_columns_that_are_swapped_in_a_part_are_found(one: int, other: int) -> N
 
 
 def test_a_receipt_that_swaps_two_columns_of_a_part_is_found() -> None:
-    """Where all else is alike: as long, of the same part, of the same tokens."""
+    """Both columns agree in all else: length, part and token ids."""
     made, store = point_sample("a"), MemoryStore()
     columns = made.segments(0)
     alike = [columns[0], (columns[0][0], replace(columns[0][1], column=2, shard=0), 0), columns[1], columns[3]]
@@ -423,7 +423,7 @@ def test_statistics_of_points_are_numpys_and_scale_batches(tmp_path: Path, capsy
         main(["stats", str(tmp_path), "--points", "q,mlp_out", "--json"])
     told = json.loads(capsys.readouterr().out)["layers"]
     assert [(row["point"], row["layer"]) for row in told] == [("q", 3), ("q", 7), ("mlp_out", 7)]
-    with pytest.raises(SystemExit, match="0"):  # all points that are no ids, as the run has no hidden states
+    with pytest.raises(SystemExit, match="0"):  # exports all points that are no ids, as the run has no hidden states
         main(["stats", str(tmp_path), "--json"])
     assert json.loads(capsys.readouterr().out)["layers"] == told
     rows = {
@@ -475,7 +475,7 @@ def test_a_run_of_points_is_verified(codec: str) -> None:
 
 
 def test_ids_that_cannot_be_decoded_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A receipt has the checksum of the part; those of its chunks are looked at too."""
+    """A receipt has the part's checksum. The checksums of chunks are checked, too."""
 
     def build(segments: Sequence[EncodedSegment], *rest: Any) -> EncodedPart:
         wrong = [

@@ -1,4 +1,4 @@
-"""Runs and samples, written by the real encoder and receipts into a real folder."""
+"""Runs and samples, written by the real encoder, with real receipts, into a real folder."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def test_an_object_whose_lock_is_held_is_waited_for(store: Store) -> None:
 def test_verify_passes_a_sound_run(store: Store) -> None:
     writer = write(store)
     seen: list[str] = []
-    for _ in range(2):  # before and after it is complete
+    for _ in range(2):  # before and after the run is complete
         report = verify_run(store, on_part=lambda part, _: seen.append(part))
         assert report.ok, report.problems
         assert (report.parts, report.samples) == (2, 3)
@@ -401,7 +401,7 @@ def test_a_part_that_is_sound_but_not_the_proven_one_is_refused() -> None:
     store.objects[receipt.part] = content_of(other)
     with pytest.raises(FormatError):
         Run(store)["a"].load()
-    # Sound, and of the very same sizes: only the hash of the tokens tells.
+    # Sound, and with equal sizes: only the hash of the token ids differs.
     for more in range(1, 100):
         sample = random_sample("a", 9, seed=1)
         sample.token_ids[3] += more

@@ -1,4 +1,4 @@
-"""Whoever concludes something from a run that is removed meanwhile is told so: half of a run is no run."""
+"""A reader of a run that is removed meanwhile raises an error. No reader returns a result for half of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAMPLES = [random_sample(key, 3, seed=i, layer_ids=(1,), hidden_size=4) for i, k
 
 
 class Paused(WrappedStore):
-    """Before its ``at``-th request from ``begin`` on, ``hsx rm --yes`` of another process runs from begin to end."""
+    """Runs ``hsx rm --yes`` as another process would, from begin to end, before request ``at`` after ``begin``."""
 
     def __init__(self, inner: MemoryStore, at: int):
         super().__init__(inner)
@@ -104,11 +104,11 @@ def preview(store: Paused, folder: Path) -> Any:
 
 
 def skipping(store: Paused, folder: Path) -> Any:
-    """What is gone with the run is no bad sample."""
+    """Samples that are gone with their run do not count as bad samples."""
     data = HiddenStatesDataset(Run(store), on_error="skip", framework="numpy", rank=0, world_size=1, threads=1)
     store.begin()
     items = list(data)
-    assert len(items) == len(SAMPLES), "samples of a removed run were skipped"
+    assert len(items) == len(SAMPLES), "expected no skipped samples of a removed run"
     return items
 
 
@@ -116,7 +116,7 @@ def skipping(store: Paused, folder: Path) -> Any:
     "reader", [follow, verify, status, top, opened, manifest, facts, export, preview], ids=lambda r: r.__name__
 )
 def test_no_reader_concludes_from_a_run_that_is_removed(reader: Callable[..., Any], tmp_path: Path) -> None:
-    """The removal comes before each of the reader's requests, one after the other."""
+    """The removal happens before each of the reader's requests in turn."""
     for at in range(200):
         inner = MemoryStore()
         store_run(inner, SAMPLES, per_part=2, codec=NoneCodec())
@@ -127,11 +127,11 @@ def test_no_reader_concludes_from_a_run_that_is_removed(reader: Callable[..., An
             if "removed" not in str(e):
                 raise
             continue
-        # The last request of a reader is the look for a removal: with it, or behind it, comes what nobody can see.
-        assert not store.removed, f"a removal before request {at} was not seen"
+        # A reader's last request is its check for a removal. It cannot see a removal after that.
+        assert not store.removed, f"expected an error after a removal before request {at}, got none"
         assert at > 0
         return
-    raise AssertionError("the reader never came to an end")
+    raise AssertionError("the reader did not end within 200 requests")
 
 
 def test_samples_that_are_gone_with_their_run_are_not_skipped() -> None:
@@ -147,7 +147,7 @@ def test_samples_that_are_gone_with_their_run_are_not_skipped() -> None:
             continue
         if not store.removed:
             return
-    raise AssertionError("the reader never came to an end")
+    raise AssertionError("the reader did not end within 200 requests")
 
 
 def test_a_follower_of_a_removed_run_is_not_told_that_it_stands_still() -> None:
@@ -165,12 +165,12 @@ def test_a_follower_of_a_removed_run_is_not_told_that_it_stands_still() -> None:
 
 
 def test_each_module_that_reads_a_manifest_looks_for_a_removal() -> None:
-    """A new reader cannot forget it."""
+    """A new reader cannot forget the check."""
     reads = {"load_manifest", "scan_receipts", "receipts_after", "newest_and_complete", "ManifestReader"}
     assert reads <= {*runs.__all__, ManifestReader.__name__}
     root = Path(hsx_dist.__file__).parent
-    # They read while they change the run: a driver looks at its end, gc and retention delete what receipts allow.
-    # liveness: asked by status, which looks, and before a removal.
+    # These read while they change the run. A driver checks at its end; gc and retention delete by receipts.
+    # liveness is called by status, which checks, and before a removal.
     others = {"jobs/attempt.py", "reading/retention.py", "reading/liveness.py"}
     found = set()
     for path in root.rglob("*.py"):
@@ -188,7 +188,7 @@ def test_each_module_that_reads_a_manifest_looks_for_a_removal() -> None:
 
 
 class WithUnreadableFolder(LocalStore):
-    """A folder that this user may not read: root's tests can make none."""
+    """A folder that this user may not read. Tests that run as root cannot make one."""
 
     folder = "lost+found"
 

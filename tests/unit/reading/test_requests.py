@@ -1,4 +1,4 @@
-"""How many requests it takes to open a run, to poll it, and to load a sample: each is a round trip to a bucket."""
+"""The number of requests to open a run, to poll it, and to load a sample. Each is a round trip to a bucket."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLES = [random_sample(f"s{i}", 4 + i, seed=i) for i in range(8)]
 
 
 class Asked(WrappedStore):
-    """Notes each request as ``verb name``, without the run's folder."""
+    """Records each request as ``verb name``, without the run's folder."""
 
     def __init__(self, inner: Store):
         super().__init__(inner)
@@ -49,7 +49,7 @@ def complete_run(version: int = 2) -> Asked:
 
 
 def unfinished_run(version: int = 2) -> Asked:
-    """Two receipts of one writer, no heartbeat."""
+    """A run with two receipts of one writer and no heartbeat."""
     store = MemoryStore()
     (start_run if version == 2 else write_v1_run)(store, {})
     writer = RunWriter(store)
@@ -96,7 +96,7 @@ def test_loading_one_sample(make: Callable[[], Asked], opening: list[str], monke
 
 
 def test_each_look_at_a_run_that_grows_costs_what_was_stored_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a caller waits for a sample, and in ``Run.refresh``: one of three writers has more than a page of names."""
+    """``load_hidden_states(wait=…)`` and ``Run.refresh``. One of three writers has more than a page of names."""
     monkeypatch.setattr(receipt_log, "_PAGE", 5)
     monkeypatch.setattr(Index, "__init__", lambda *_, **__: pytest.fail("a look makes no columns of all samples"))
     inner = MemoryStore()
@@ -155,7 +155,7 @@ def test_a_poll_of_a_follower_with_nothing_new() -> None:
     follower = iter(Follower(Run(store).place, sleep=lambda _: None))
     store.take()
     assert [next(follower) is None for _ in range(3)] == [False, False, True]
-    store.take()  # all that was there, and the first poll, which looks for the newest attempt
+    store.take()  # all stored samples, and the first poll, which looks for the newest attempt
     for _ in range(3):
         assert next(follower) is None
         assert store.take() == [

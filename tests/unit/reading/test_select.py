@@ -1,4 +1,4 @@
-"""Which samples of a run, and the index in columns against the manifest that decides."""
+"""Selection of a run's samples, and the index in columns compared with the manifest, which decides."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_they_are_what_numpy_finds_over_all_tokens(tmp_path: Path, skip: int) ->
 
 
 def test_a_small_variance_on_a_large_mean_is_exact() -> None:
-    """A sum of squares less the square of the sum would have no correct digit here."""
+    """The sum of squares minus the squared sum would have no correct digit here."""
     x = 1e8 + np.random.default_rng(0).standard_normal((5000, 3))
     moments = _Moments(3)
     for part in np.array_split(x, 7):

@@ -1,4 +1,4 @@
-"""The account of a run from its store, by receipts and heartbeats alone."""
+"""The status of a run from its store, by receipts and heartbeats alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def store(tmp_path):
 
 
 def test_every_row_is_accounted_for_while_a_driver_lives(store, capsys, monkeypatch):
-    told = {**Progress(100).snapshot(), "replicas": 2, "under_way": 64, "paused": "max_x"}  # as a driver does
+    told = {**Progress(100).snapshot(), "replicas": 2, "under_way": 64, "paused": "max_x"}  # in the form of a driver
     beat(store, 1, 1, "running", told)
     status = run_status(store, sleep=lambda _: beat(store, 1, 2, "running", told))
     assert status.state == "running"
@@ -61,7 +61,7 @@ def test_a_complete_run_is_complete_whatever_its_heartbeat_says(store, capsys):
     write_complete(store, 1, load_manifest(store), {"rows": 32})
     status = run_status(store, sleep=lambda _: pytest.fail("nothing is to be waited for"))
     assert (status.state, status.rows["open"]) == ("complete", 0)
-    assert print_status(store.url, (), as_json=True) == 1  # rows failed
+    assert print_status(store.url, (), as_json=True) == 1  # some rows failed
     assert json.loads(capsys.readouterr().out)["rows"]["poison"] == 1
     assert print_status(store.url, (), as_json=False) == 1
     assert "expected at most ### tokens" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The mixing buffer of ``TokenBatches``, what it leaves out, and scaling by a run's statistics."""
+"""The mixing buffer of ``TokenBatches``, tokens that are left out, and scaling by a run's statistics."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def test_a_mixture_gives_each_token_once_with_its_own_states(url: str, keep: flo
 
 
 def test_kept_tokens_come_in_later_rounds_and_the_buffer_bounds_them(url: str) -> None:
-    """Without shuffling, a token's id is its place in the source: how late it comes is its id against its batch."""
+    """Without shuffling, a token's id is its position in the source. Its delay is its id compared with its batch."""
     first_of_batch = {keep: [min(b) for b in ids_of(mixing(url, keep=keep))] for keep in (0, 0.5)}
     late = {keep: max(16 * i - low for i, low in enumerate(firsts)) for keep, firsts in first_of_batch.items()}
     spans = {keep: np.mean([max(b) - min(b) for b in ids_of(mixing(url, keep=keep))[16:48]]) for keep in (0, 0.5)}
-    assert late[0] < 256  # a buffer is given whole before the next
+    assert late[0] < 256  # a buffer is emptied before the next is filled
     assert late[0.5] > 256
     assert spans[0.5] > spans[0]
     newest = [max(b) for b in ids_of(mixing(url))]
-    assert all(high < 16 * (i + 1) + 256 for i, high in enumerate(newest))  # held: never more than the buffer
+    assert all(high < 16 * (i + 1) + 256 for i, high in enumerate(newest))  # never more tokens than the buffer holds
 
 
 @pytest.mark.parametrize(("block", "batch", "keep"), [(128, 16, 0.5), (4096, 16, 0.5), (16, 16, 0.5), (4096, 1, 0.9)])
@@ -80,7 +80,7 @@ def test_shares_are_a_whole_block_in_at_most_eight_rounds(block: int, batch: int
 def test_each_batch_waits_for_its_own_part_of_the_refill(
     url: str, keep: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a thread that reads ahead, a batch waits for the tokens that are put into the buffer before it."""
+    """Without a prefetching thread, a batch waits only for the tokens that are put into the buffer before it."""
     put: list[int] = []
     whole = Slots.put
 
@@ -94,7 +94,7 @@ def test_each_batch_waits_for_its_own_part_of_the_refill(
     for _ in islice(mixing(url, keep=keep, repeat=True), 200):
         waits.append(sum(put))
         put.clear()
-    full = waits[100:]  # the buffer is full: as many tokens in as out
+    full = waits[100:]  # the buffer is full: equal numbers of tokens are added and taken
     assert max(full) == 16 == np.mean(full)
 
 
@@ -138,7 +138,7 @@ def test_a_repeating_data_set_gives_batches_without_end_each_token_once_an_epoch
     counts = np.bincount(taken, minlength=TOTAL)
     assert len(taken) == 3 * TOTAL
     assert counts.min() >= 2
-    assert counts.max() <= 4  # what the buffer holds at the end of three epochs
+    assert counts.max() <= 4  # the tokens in the buffer at the end of three epochs
     with pytest.raises(ConfigError, match="a whole epoch"):
         next(iter(TokenBatches(HiddenStatesDataset(url, repeat=True), 16, exclude_ids=range(TOTAL))))
 
@@ -187,7 +187,7 @@ def test_scaling_by_the_runs_statistics(tmp_path: Path, framework: Any, layers: 
 
 @pytest.mark.parametrize("kind", ["data set", "batches", "mixed"])
 def test_a_repeating_shard_without_samples_says_so(tmp_path: Path, kind: str) -> None:
-    """It would look for a sample without end, and a training job would stand still."""
+    """Otherwise it would search for a sample for ever, and a training job would hang."""
     store_run(open_store(str(tmp_path)), SAMPLES[:2])
     data = HiddenStatesDataset(str(tmp_path), layers=[15], rank=2, world_size=3, repeat=True)
     one: Any = {"data set": data, "batches": TokenBatches(data, 4), "mixed": MixedDataset([data], [1])}[kind]
@@ -202,7 +202,7 @@ def test_a_repeating_data_set_of_lost_parts_says_so(tmp_path: Path) -> None:
     data = HiddenStatesDataset(str(tmp_path), layers=[15], repeat=True, on_error="skip")
     first, *rest = tmp_path.rglob("*.safetensors")
     first.unlink()
-    assert len(list(islice(data, 5))) == 5  # what is left comes again and again
+    assert len(list(islice(data, 5))) == 5  # the remaining samples are repeated
     assert data.skipped >= 4
     for path in rest:
         path.unlink()
@@ -264,7 +264,7 @@ def test_a_damaged_state_is_refused(url: str, member: str, value: Any) -> None:
 
 
 def test_layers_go_by_their_ids(tmp_path: Path) -> None:
-    """A sample that stores them in another order gives the same rows, and one that stores others is refused."""
+    """A sample with another order of layers gives the same rows. A sample with other layers is refused."""
     a = random_sample("a", 20, layer_ids=(3, 7), hidden_size=16, odd=False)
     turned = replace(a, key="b", states=a.states[:, ::-1].copy(), layer_ids=(7, 3))
     other = replace(a, key="c", layer_ids=(2, 8))

@@ -1,4 +1,4 @@
-"""What ``hsx verify`` calls sound, every reader can read; what a flipped bit changes, it names."""
+"""Every reader can read a run that ``hsx verify`` calls sound. Verify names the damage of each flipped bit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BROKEN: dict[str, list[list[Stored]]] = {
     ],
     "ids of a shard": [[(SAMPLE, of(WHOLE, 0, "q", 2, 0), 0), (OTHER, of(WHOLE, 1, "q", 2, 1), 0)]],
 }
-#: What no reader of one point, or of one segment, can notice.
+#: Faults that no reader of one point, or of one segment, can detect.
 ONLY_VERIFY: dict[str, list[list[Stored]]] = {
     "ids of a point": [[(SAMPLE, of(WHOLE, 0, "q"), 0), (OTHER, of(WHOLE, 1, "k"), 0)]],
     "hash of the sample": [[(SAMPLE, replace(WHOLE, sample_hash="0" * 16), 0)]],
@@ -135,7 +135,7 @@ def test_no_flipped_bit_of_a_description_goes_unnoticed(name: str) -> None:
             found = read(store)
         except FormatError:
             continue
-        # Where the checksum's own name changed, nothing else did.
+        # The flipped bit is in the checksum's name: nothing else may differ.
         assert all({**now, **then} == now for now, then in zip(found, before, strict=True)), damaged
     store.objects = {**objects, name: objects[name].replace(b"hsx", b"hsy", 1)}
     assert not verify_run(store).ok

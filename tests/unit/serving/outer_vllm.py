@@ -1,5 +1,6 @@
-"""vLLM's server from the outside: its own middleware and authentication around routes that answer as its routes do, and
-store made-up samples in the place of the engine."""
+"""vLLM's server without its engine. vLLM's middleware and authentication are around routes that answer like vLLM's
+routes, and that store generated samples instead of running an engine.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ WITH_KEY = {"Authorization": f"Bearer {API_KEY}"}
 def store_sample(
     folder: Path, sample: RandomSample, *, codec: str = "none", attached: Any = None, **meta: Any
 ) -> RandomSample:
-    """One object, as a server's connector stores it."""
+    """Store one object in the form of a server's connector."""
     segment = replace(sample.segments()[0], meta=meta, attached=attached or {})
     options = SinkOptions(resolve_codec(codec), {"model": "m"}, "w", layout="sample")
     sink = PartSink(open_store(str(folder)), options, lambda _: None)
@@ -43,10 +44,14 @@ def store_sample(
 
 @dataclass
 class OuterServer:
-    """``app``: the server. ``seen``: the bodies that vLLM got.
+    """``app``: the server. ``seen``: the bodies that vLLM received.
 
-    What its routes do: ``delay``, seconds from the answer to the stored samples; ``stores``, whether there are any;
-    ``fails``, why there are none; ``fail_stream``, an error in the stream; ``refused``, what the connector refused.
+    The behaviour of its routes:
+
+    - ``delay``: seconds from the answer to the stored samples.
+    - ``stores``: whether samples are stored. ``fails``: the reason why not.
+    - ``fail_stream``: an error in the stream.
+    - ``refused``: the parameters that the connector refused.
     """
 
     folder: Path
@@ -69,7 +74,7 @@ class OuterServer:
             error = {"message": "no such model", "type": "NotFoundError", "param": "model", "code": 404}
             return JSONResponse({"error": error}, 404)
         if asked.get("model") == "gone":
-            return JSONResponse(None)  # as vLLM answers a client that has hung up
+            return JSONResponse(None)  # as vLLM answers a client that has disconnected
         n, prompts = asked.get("n") or 1, asked.get("prompt", "")
         prompts = prompts if isinstance(prompts, list) else [prompts]
         key = asked.get("kv_transfer_params", {}).get("hidden_states_key")
@@ -102,7 +107,7 @@ class OuterServer:
         }
         for i in range(choices):
             event = f"data: {json.dumps({**about, 'choices': [{'index': i, 'text': 'word'}]})}\n\n"
-            yield event[:20]  # events and messages begin and end anywhere
+            yield event[:20]  # chunks of the stream split events and messages anywhere
             yield event[20:]
         if self.fail_stream:
             yield f"data: {json.dumps({'error': {'message': 'the engine died', 'code': 500}})}\n\n"

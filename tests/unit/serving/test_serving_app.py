@@ -38,7 +38,7 @@ def client(server: Any, **kwargs: Any) -> TestClient:
 
 
 def same(data: bytes, sample: RandomSample, tokens: slice = slice(None), layers: Any = LAYERS) -> bool:
-    """Whether a file holds these rows, bit by bit."""
+    """Whether a file holds these rows, bit for bit."""
     found = safetensors.torch.load(data)
     states = found["hidden_states"].view(torch.uint16).numpy()
     wanted = sample.states[tokens][:, [LAYERS.index(k) for k in layers]]
@@ -92,7 +92,7 @@ def test_a_sample_or_a_range_of_it_is_streamed_bit_by_bit(
         answer = c.get(f"/v1/hidden_states/a%2Fkey%20%C3%BC{query}")
         assert answer.status_code == 200
         assert int(answer.headers["content-length"]) == len(answer.content)
-        assert answer.headers["x-request-id"]  # vLLM's own middleware is around it
+        assert answer.headers["x-request-id"]  # vLLM's middleware is around it
         assert same(answer.content, sample, tokens, layers)
         assert np.array_equal(safetensors.torch.load(answer.content)["loss_mask"], mask[tokens])
         (tmp_path / "got").write_bytes(answer.content)
@@ -182,7 +182,7 @@ def test_an_error_after_the_beginning_cuts_the_file(tmp_path, monkeypatch):
 
 
 def test_an_object_that_is_stored_anew_while_it_streams_is_read_on(tmp_path, monkeypatch):
-    """A server moves the end of a key that is used again: the header's length may change."""
+    """A server changes the expiry of a key that is used again. The header's length may change."""
     monkeypatch.setattr(states_file, "PIECE_BYTES", 1)
     identity = {"request": "a", "tokens": "b"}
     sample = store_sample(tmp_path, random_sample("k", 70), identity=identity, expires=4e9)
@@ -262,7 +262,7 @@ def test_each_choice_of_an_answer_has_its_own_states(tmp_path):
         assert "hidden_states_inline" not in body
         assert body["kv_transfer_params"] == {"hidden_states_key": base}
         again = c.post("/v1/completions", json=INLINE).json()["choices"][0]["hidden_states"]["key"]
-        assert again != base  # no request gets another's states
+        assert again != base  # no request gets another request's states
         token_ids = c.post("/v1/completions", json={**INLINE, "prompt": [[1, 2], [3]]}).json()["choices"]
         assert len({choice["hidden_states"]["key"] for choice in token_ids}) == 2
 
@@ -310,7 +310,7 @@ def test_more_than_the_limit_is_refused_and_can_be_fetched(tmp_path):
         *_, refused, done, end = c.post("/v1/completions", json={**INLINE, "stream": True}).text.split("\n\n")
         assert (done, end) == ("data: [DONE]", "")
         assert json.loads(refused.removeprefix("data: "))["error"]["type"] == "AnswerTooLarge"
-    # The limit is of an answer, not of a choice: each of them is less.
+    # The limit applies to an answer, not to a choice. Each choice alone is smaller.
     one = 37 * 3 * 24 * 2 + 1500
     with client(outer_server(tmp_path, hsx={"inline_bytes": one})) as c:
         assert c.post("/v1/completions", json=INLINE).status_code == 200
@@ -466,7 +466,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_releases_its_memory(
 
     def init(self: Any, nbytes: int) -> None:
         limits.append(self)
-        made(self, 1 << 20)  # one unit: a request that keeps it stops the next
+        made(self, 1 << 20)  # one unit: a request that does not return it blocks the next
 
     monkeypatch.setattr(MemoryLimit, "__init__", init)
 
@@ -488,11 +488,11 @@ def test_a_client_that_does_not_read_is_cut_off_and_releases_its_memory(
 
     asyncio.run(run())
     assert caplog.text.count("client disconnected") == 2
-    assert "Traceback" not in caplog.text  # what a client can cause at will is one line
+    assert "Traceback" not in caplog.text  # a client can cause it at any time, so it is logged in one line
 
 
 def test_a_client_that_reads_too_slowly_is_cut_off(tmp_path, monkeypatch):
-    """A byte now and then would hold memory that others wait for."""
+    """Otherwise a slow client would keep memory that other requests wait for."""
     monkeypatch.setattr(asgi_calls, "SEND_SECONDS", 0.5)
     monkeypatch.setattr(asgi_calls, "SEND_RATE", 1 << 20)
     monkeypatch.setattr(sample_route, "_SLICE", 1 << 10)
@@ -543,7 +543,7 @@ def test_requests_that_wait_for_memory_hold_none(tmp_path):
 
 
 def test_requests_that_wait_look_for_their_samples_at_a_bounded_rate(tmp_path, monkeypatch):
-    """They share the threads and the process with requests that do not wait."""
+    """Waiting requests share threads and process with requests that do not wait."""
     monkeypatch.setattr(sample_source, "LONGEST_PAUSE", 0.01)
     looks = []
     look = sample_source.SampleSource._look
@@ -563,7 +563,7 @@ def test_requests_that_wait_look_for_their_samples_at_a_bounded_rate(tmp_path, m
         assert all(isinstance(one, Refusal) and one.status == 404 for one in found)
 
     asyncio.run(run())
-    # Each doubles its pause from 20 ms on: at most 8 looks, and one at the end.
+    # Each doubles its pause from 20 ms on: at most 8 checks, and one at the end.
     assert len(looks) <= 50 * 9
 
 
@@ -596,7 +596,7 @@ def test_the_body_of_a_get_is_not_kept(tmp_path):
 
         async def receive() -> Any:
             await asyncio.sleep(0.001)
-            return {"type": "http.request", "body": b"x", "more_body": True}  # without end
+            return {"type": "http.request", "body": b"x", "more_body": True}  # never ends
 
         async with asyncio.timeout(20):
             await call(outer_server(tmp_path), "GET", "/v1/hidden_states/k", None, receive, send, more=True)
@@ -614,7 +614,7 @@ def test_a_store_that_hangs_does_not_keep_the_process(tmp_path):
 
 
 def test_each_route_of_vllm_that_takes_our_parameters_is_known():
-    """Else it would ignore ``hidden_states_inline``, and the client would wait for states in vain."""
+    """Otherwise such a route would ignore ``hidden_states_inline``, and the client would wait for states for ever."""
     from vllm.entrypoints.generate.api_router import register_generate_api_routers
     from vllm.entrypoints.scale_out.token_in_token_out import api_router as generate
 
@@ -645,7 +645,7 @@ def test_memory_is_given_in_order_and_never_beyond_the_limit(monkeypatch):
         await asyncio.gather(*(answer(1 + i % 6) for i in range(60)))
         assert most == 4
         async with limit.hold(1 << 20):
-            waiting = asyncio.create_task(answer(4))  # has taken three of its four
+            waiting = asyncio.create_task(answer(4))  # has taken three of its four units
             await asyncio.sleep(0.01)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
@@ -690,7 +690,8 @@ def test_the_connectors_settings_are_found_or_the_server_does_not_start(tmp_path
     server = outer_server(tmp_path, extra={"shared_storage_path": "memory://x"})
     with pytest.raises(ConfigError, match="memory"), client(server):  # the lifespan's start fails
         pass
-    with pytest.raises(ConfigError, match="memory"):  # nor does a server without a lifespan answer without its routes
+    # Without a lifespan the first request fails: the server does not answer without its routes.
+    with pytest.raises(ConfigError, match="memory"):
         client(server).get("/health")
 
 

@@ -1,4 +1,4 @@
-"""Run by test_durability in a mount namespace: a file system whose disk takes no more bytes, which its syncs report."""
+"""Run by test_durability in a mount namespace: a disk accepts no more bytes, and the file system's syncs fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hsx_dist.errors import StoreError
 from hsx_dist.store import local
 from hsx_dist.store.local import LocalStore
 
-#: Exit status where the machine has no loop devices.
+#: Exit status if the machine has no loop devices.
 NO_LOOP = 77
 
 
@@ -19,13 +19,13 @@ def run(*command: str) -> None:
 
 
 def put_until_refused(store: LocalStore, content: bytes) -> str:
-    """Name of the first object that the store did not take."""
+    """Name of the first object that the store refused."""
     for i in range(100):
         try:
             store.put(f"data/{i}", [content])
         except StoreError:
             return f"data/{i}"
-    raise AssertionError("expected a sync to fail, all were reported as done")
+    raise AssertionError("expected a sync to fail, got success from all")
 
 
 def main(place: Path) -> int:
@@ -46,7 +46,7 @@ def main(place: Path) -> int:
                 pass
     except OSError:
         pass  # the disk is full
-    content = bytes(range(256)) * 2048  # less than what is written past the page cache
+    content = bytes(range(256)) * 2048  # too small to be written past the page cache
     failed = put_until_refused(store, content)
     assert failed not in [info.name for info in store.list()]
     assert list(store.unfinished()) == []

@@ -1,4 +1,4 @@
-"""Files written past the page cache: the same bytes, whatever the file system says to it."""
+"""Files written past the page cache: the bytes are equal, also if the file system refuses or shortens writes."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_what_lies_as_a_disk_wants_it_is_not_copied(
     [
         (direct.LEAST_BYTES,),
         (direct.LEAST_BYTES - 1,),
-        (123, 0, direct.LEAST_BYTES, 1),  # as a part: a header of any length, then chunks
-        ((9 << 20) + 4097,),  # more than what is held of it
+        (123, 0, direct.LEAST_BYTES, 1),  # the form of a part: a header of any length, then chunks
+        ((9 << 20) + 4097,),  # larger than the buffer
     ],
 )
 def test_any_lengths(tmp_path: Path, sizes: tuple[int, ...]) -> None:
@@ -105,7 +105,8 @@ def test_writes_that_are_cut_short_go_on(tmp_path: Path, monkeypatch: pytest.Mon
         if calls == 1:
             return real(fd, data[:4096])
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # as the kernel may end anywhere, and a test may not
+        # A short write may end anywhere, but O_DIRECT forbids the test to write such a length.
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         written = real(fd, data[: len(data) // 2 + 1])
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
         return written
@@ -125,7 +126,7 @@ def test_a_disk_that_is_full_is_told_and_leaves_nothing(tmp_path: Path, monkeypa
         calls += 1
         if calls > 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(fd, data[:4096])  # in part: aligned memory would otherwise be written by this one call
+        return real(fd, data[:4096])  # a short write: aligned memory would otherwise need only this call
 
     monkeypatch.setattr(direct.os, "write", full)
     with pytest.raises(StoreError, match="No space left on device"):

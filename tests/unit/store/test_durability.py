@@ -1,4 +1,4 @@
-"""What a put reports as stored survives a power cut, whichever sync failed on the way and was repeated."""
+"""An object that a put reports as stored survives a power cut, also if any sync failed and was repeated."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from tests.unit.store.on_a_failing_disk import NO_LOOP
 
 
 class Disk:
-    """What would be left after a power cut: names as their folders' last sync found them, and files that a sync found
-    whole. The sync number ``fails`` raises EIO, once; a file of which a sync failed never counts again, as the kernel
-    may have dropped its bytes."""
+    """The state of the disk after a power cut: names as of their folders' last sync, and files that were synced whole.
+
+    The sync number ``fails`` raises EIO once. A file whose sync failed never counts again, as the kernel may have
+    dropped its bytes.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: int):
         self._left = fails
@@ -52,11 +54,11 @@ class Disk:
         self._sync(fd)
 
     def synced(self, folder: Path) -> set[str]:
-        """Names in ``folder``, without those of files that are being written."""
+        """Names in ``folder``, without unfinished files."""
         return {name for name in self._names.get(str(folder), ()) if not name.startswith(".")}
 
     def holds(self, path: Path) -> bool:
-        """Whether the object is there, and every folder between it and the mount point."""
+        """Whether the object exists, with every folder between it and the mount point."""
         chain = [path, *path.parents]
         chain = chain[: chain.index(mount_point(path))]
         return self._files[path.stat().st_ino] and all(p.name in self.synced(p.parent) for p in chain)
@@ -81,7 +83,7 @@ def test_a_retry_syncs_what_the_failed_sync_did_not(
         LocalStore(root).put("a/b/object", [b"old"])
         monkeypatch.setattr(local, "_synced", SyncedFolders())  # another process put it
     above = len(root.parents) - len(mount_point(root.parent).parents)
-    # First and last folder above the root, the root, "a", the file, "b". There is no further sync.
+    # First and last folder above the root, the root, "a", the file, "b". There is no other sync.
     disk = Disk(monkeypatch, [0, above - 1, above, above + 1, above + 2, above + 3, above + 4][fails])
     if verb == "put_if_absent":
         store.put_if_absent("a/b/object", b"1")
@@ -96,7 +98,7 @@ def test_a_retry_syncs_what_the_failed_sync_did_not(
 def test_a_put_below_a_folder_of_another_process_syncs_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other process died between making the folders and syncing their names."""
+    """The other process died after it made the folders and before it synced their names."""
     root = tmp_path.resolve() / "new" / "project" / "run"
     (root / "data").mkdir(parents=True)
     (tmp_path / "link").symlink_to(root.parent)
@@ -140,12 +142,12 @@ def test_a_root_that_was_removed_and_made_again_is_synced_again(
 def test_an_object_that_keeps_others_from_storing_is_there_after_a_power_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own put failed in the last sync."""
+    """The object's own put failed in its last sync."""
     root = tmp_path.resolve() / "run"
     (root / "data").mkdir(parents=True)
     with monkeypatch.context() as broken:
         above = len(root.parents) - len(mount_point(root.parent).parents)
-        Disk(broken, above + 2)  # before: of the names above, of the folder's, and of the file
+        Disk(broken, above + 2)  # the syncs before it: of the names above, of the folder's name, and of the file
         with pytest.raises(Unavailable):
             LocalStore(root).put_if_absent("data/a", b"1")
     disk = Disk(monkeypatch, -1)
@@ -172,7 +174,7 @@ def test_a_folder_that_was_removed_and_made_again_is_synced_again(
 def test_a_folder_that_another_process_made_again_is_synced_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    """A file system may give the inode of a removed folder to the next one."""
+    """A file system may reuse the inode of a removed folder."""
     root = tmp_path.resolve() / "run"
     store = LocalStore(root)
     for _ in range(10):
@@ -203,7 +205,7 @@ def test_remembered_folders_keep_few_descriptors(tmp_path: Path, monkeypatch: py
         store.put(f"{k}/a", [b"1"])
     assert len(list(Path("/proc/self/fd").iterdir())) == before + 3
     disk = Disk(monkeypatch, -1)
-    store.put("0/b", [b"1"])  # forgotten
+    store.put("0/b", [b"1"])  # the folder is not in the cache any more
     assert "0" in disk.synced(tmp_path)
 
 
@@ -214,13 +216,13 @@ def test_known_folders_are_not_synced_for_every_object(tmp_path: Path, monkeypat
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(fd), sync(fd)))
     store.put("data/x/b", [b"1"])
-    assert len(calls) == 2  # the file, and its name
+    assert len(calls) == 2  # the file and its name
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a loop device")
 def test_a_disk_that_fails_in_syncs(tmp_path: Path) -> None:
-    """A second sync of the file would report success there, with its bytes dropped."""
+    """A second sync of the file would succeed, although its bytes were dropped."""
     argv = ["unshare", "--mount", sys.executable, "-m", "tests.unit.store.on_a_failing_disk", str(tmp_path)]
     done = subprocess.run(argv, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=120)
     if done.returncode == NO_LOOP or "unshare" in done.stderr:

@@ -12,7 +12,7 @@ _NOTHING = Redactor({}, {})
 
 
 class ClientError(Exception):
-    """Like botocore's."""
+    """Like botocore's error."""
 
     def __init__(self, code: str, status: int | None, message: str = "said the server"):
         super().__init__(f"An error occurred ({code}): {message}")
@@ -20,7 +20,7 @@ class ClientError(Exception):
 
 
 class HttpError(Exception):
-    """Like gcsfs's."""
+    """Like gcsfs's error."""
 
     def __init__(self, code: int):
         super().__init__(f"said the server, {code}")

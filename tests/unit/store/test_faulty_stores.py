@@ -1,4 +1,4 @@
-"""The stores that misbehave: whole stores when nothing strikes, and what each of them does to a call that it meets."""
+"""The faulty stores: without a fault they behave like any store, and each applies its fault to a matching call."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_failure_comes_before_or_after_the_deed() -> None:
         FailingStore(inner, Denied("no")).put("a", [b"1"])
     assert inner.objects == {}
     lost = FailingStore(inner, Unavailable("the answer was lost"), Strike(times=1), done=True)
-    retrying(lost).put_if_absent("a", b"1")  # meets its own object
+    retrying(lost).put_if_absent("a", b"1")  # the repetition finds its own object
     assert inner.objects == {"a": b"1"}
     with pytest.raises(AlreadyExists):
         retrying(lost).put_if_absent("a", b"2")

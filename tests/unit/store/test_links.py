@@ -66,7 +66,7 @@ def test_a_link_in_the_place_of_an_object_is_deleted_and_its_target_stays(root: 
 
 
 def test_a_folder_swapped_for_a_link_at_any_moment_loses_nothing(root: Path, victim: Path) -> None:
-    """A neighbour swaps ``data`` for a link and back while objects are deleted."""
+    """Another user swaps ``data`` for a link and back while objects are deleted."""
     store = LocalStore(root)
     (root / "data").mkdir()
     (root / "spare").symlink_to(victim)
@@ -83,7 +83,7 @@ def test_a_folder_swapped_for_a_link_at_any_moment_loses_nothing(root: Path, vic
     neighbour.start()
     refused = calls = 0
     try:
-        while calls < 2000 or (not refused and calls < 500_000):  # on busy cores the two may not meet for long
+        while calls < 2000 or (not refused and calls < 500_000):  # on busy cores it may take long until the two meet
             calls += 1
             try:
                 store.delete("data/precious")
@@ -93,7 +93,7 @@ def test_a_folder_swapped_for_a_link_at_any_moment_loses_nothing(root: Path, vic
         done.set()
         neighbour.join()
     assert (victim / "precious").exists()
-    assert refused > 0  # else the test did not meet the link
+    assert refused > 0  # otherwise the test has not seen the link
 
 
 def test_what_a_removal_finds_unfinished_is_inside_the_run(root: Path, victim: Path) -> None:
@@ -105,7 +105,7 @@ def test_what_a_removal_finds_unfinished_is_inside_the_run(root: Path, victim: P
 
 
 def test_reading_follows_links(root: Path, victim: Path) -> None:
-    """A run that was downloaded may lie in a cache of links."""
+    """A downloaded run may be stored as links into a cache."""
     (root / "a").symlink_to(victim / "precious")
     (root / "data").symlink_to(victim)
     store = LocalStore(root)
@@ -192,7 +192,7 @@ def test_a_folder_that_another_user_made_where_all_may_is_not_written_into(root:
     with pytest.raises(Denied, match=r"'planted' belongs to another user"):
         store.put("planted/a", [b"1"])
     store.put("shared/a", [b"1"])
-    root.chmod(0o755)  # a folder of this user's team: it decides who may make folders there
+    root.chmod(0o755)  # a folder of this user's team: its owner decides who may make folders in it
     store.put("planted/a", [b"1"])
 
 
@@ -224,7 +224,7 @@ def test_a_private_folder(tmp_path: Path) -> None:
 
 @as_root
 def test_an_unprivileged_process_meets_the_same() -> None:
-    """Root passes every permission check: another user's process shows what the owner checks do alone."""
+    """Root passes every permission check. Another user's process shows that the owner checks alone are enough."""
     code = (
         "import os, sys\n"
         "from hsx_dist.errors import Denied\n"
@@ -235,7 +235,7 @@ def test_an_unprivileged_process_meets_the_same() -> None:
         "try:\n    store.put('planted/a', [b'1'])\n"
         "except Denied:\n    print('denied')\n"
     )
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own are root's alone
+    with tempfile.TemporaryDirectory() as folder:  # pytest's folders are readable by root only
         root = Path(folder)
         root.chmod(0o1777)
         (root / "planted").mkdir()

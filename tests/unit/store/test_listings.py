@@ -1,4 +1,4 @@
-"""A listing shows every object, or fails: a receipt that it leaves out would be a lost sample."""
+"""A listing returns every object, or fails: a missing receipt would be a lost sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.harness.runs import store_run
 
 
 class Flaky(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
-    """fsspec's memory, in which listings of some folders fail."""
+    """fsspec's memory file system, with listings that fail for some folders."""
 
     protocol = "flaky"
     cachable = False
@@ -87,7 +87,7 @@ def test_a_link_that_fsspec_lists_is_told(flaky: FsspecStore, monkeypatch: pytes
 
 
 def test_a_missing_bucket_of_gcs_is_not_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an empty prefix GCS's flat listing is empty, so any NotFound means that something is wrong."""
+    """GCS's flat listing of an empty prefix is empty, so any NotFound is a real error."""
     store = FsspecStore("memory://b/run")
     store._gcs = True
 
@@ -110,7 +110,7 @@ def test_a_forked_reader_of_a_folder_is_told_of_one_that_cannot_be_read(
 ) -> None:
     store_run(open_store(str(tmp_path / "run")), [random_sample("a", 3, seed=1)])
     run = open_run(str(tmp_path / "run"))
-    run._pid = -1  # as a child finds it
+    run._pid = -1  # as in a child process
     scan = os.scandir
 
     def failing(path: Any = ".") -> Any:
@@ -133,7 +133,7 @@ def test_a_link_to_nothing_ends_a_listing_of_what_it_may_hold(tmp_path: Path, li
     prefix = "" if link == "a" else "m/w/"
     for after in (None, "m/w/000001.json"):
         if link == "a" and after:
-            continue  # it lies before
+            continue  # the link's name sorts before it
         with pytest.raises(StoreError, match="a symbolic link to nothing"):
             list(store.list(prefix, after))
     with pytest.raises(NotFound):
@@ -147,7 +147,7 @@ def test_a_link_to_nothing_ends_a_listing_of_what_it_may_hold(tmp_path: Path, li
 def test_a_name_that_the_file_system_gives_twice_is_listed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """tmpfs does so where objects of a large folder are replaced during the listing."""
+    """tmpfs does this if objects of a large folder are replaced during the listing."""
     store = LocalStore(tmp_path)
     for name in ("a", "b", "d/c"):
         store.put(name, [b"1"])

@@ -40,7 +40,7 @@ def test_a_put_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_put_whose_unfinished_file_another_process_removes_is_repeated(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``hsx gc --delete`` does so if it takes the driver for dead."""
+    """``hsx gc --delete`` does this if it counts the driver as dead."""
     store = open_store(str(tmp_path))
     store.put("data/a" if verb == "put_version" else "data/b", [b"old"])
     version = (store.version("data/a"),) if verb == "put_version" else ()
@@ -76,7 +76,7 @@ def test_what_a_killed_process_left_is_not_an_object(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reserved for unfinished objects"):
         store.get("d/.hsx-unfinished-0123")
     assert [o.name for o in RetryStore(store).unfinished()] == ["d/.hsx-unfinished-0123"]
-    assert list(store.unfinished(older_than=3600)) == []  # it may be being written
+    assert list(store.unfinished(older_than=3600)) == []  # it may be a file in progress
     store.delete("d/.hsx-unfinished-0123")
     assert list(store.unfinished()) == []
 
@@ -172,7 +172,7 @@ def test_a_put_does_not_wait_for_ever_for_a_delete_that_is_stopped(
 
 
 def test_a_reader_stops_no_put(tmp_path: Path) -> None:
-    """Another user who may read an object can lock it for reading."""
+    """Another user with read permission on an object can lock it for reading."""
     store = LocalStore(tmp_path)
     store.put("a", [b"old"])
     with (tmp_path / "a").open("rb") as reader:
@@ -187,7 +187,7 @@ def test_a_reader_stops_no_put(tmp_path: Path) -> None:
 def test_of_two_puts_at_once_the_last_is_not_deleted_as_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renews: bool
 ) -> None:
-    """The slow put of C looks at A. Another one stores B. Then C would take B's place while B is deleted or renewed."""
+    """The slow put of C checks A. Another put stores B. Then C must not replace B while B is deleted or renewed."""
     store = LocalStore(tmp_path)
     store.put("a", [b"A"])
     looked, others = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""obstore tells status, code and cause in the text of its errors: the texts here are those that it made."""
+"""obstore gives status, code and cause only in the text of its errors. The texts here are copied from real errors."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ def test_what_can_be_mended() -> None:
 
 
 def test_an_error_that_was_handled_is_gone_at_once(tmp_path: Path) -> None:
-    """It refers to the frames that it came through, and these to what was to be stored: no cycle may keep them until
-    Python's garbage collector comes by."""
+    """An error refers to its frames, and these to the stored buffers. No reference cycle may keep them until Python's
+    garbage collector runs.
+    """
     store = ObstoreStore(f"file://{tmp_path}")
     seen = []
     gc.disable()

@@ -75,7 +75,7 @@ def test_negative_retry_seconds() -> None:
 
 
 def test_exceptions_in_lists_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fsspec's cat_ranges hands exceptions out where contents should be."""
+    """fsspec's cat_ranges returns exceptions in the place of contents."""
     store = FsspecStore("memory://hsx-lists/x")
 
     def cat_ranges(*args: object, **kwargs: object) -> list[object]:
@@ -151,6 +151,6 @@ def test_client_kwargs_are_a_mapping(backend: Backend) -> None:
     "endpoint", ["http://h", "https://h.example:9000/base/", "HTTP://[::1]:9000", "http://10.0.0.1:1"]
 )
 def test_ordinary_endpoints_are_taken(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_DISCOVERY_ENABLED", "true")  # botocore's, and no endpoint
+    monkeypatch.setenv("AWS_ENDPOINT_DISCOVERY_ENABLED", "true")  # a variable of botocore, which is no endpoint
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     open_store("s3://b/x", {"endpoint_url": endpoint, "key": "k", "secret": "s"})

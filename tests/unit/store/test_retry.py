@@ -9,7 +9,7 @@ from hsx_dist.store import Buffer, ObjectInfo, RetryPolicy, RetryStore
 
 
 class Flaky:
-    """A store in a dict of which every call first does what the next item of ``plan`` says."""
+    """A store in a dict. Each call first does the next step of ``plan``."""
 
     url = "flaky://"
 
@@ -19,7 +19,7 @@ class Flaky:
         self.calls = 0
 
     def _next(self) -> bool:
-        """Whether the call is done although its answer is lost."""
+        """Whether the call succeeds although its answer is lost."""
         self.calls += 1
         step = next(self.plan, None)
         if isinstance(step, Exception):

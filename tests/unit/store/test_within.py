@@ -35,7 +35,7 @@ def test_a_url_under_the_prefix_is_named_below_it(prefix: str, place: str) -> No
 
 
 def _name(prefix: str, place: object) -> str:
-    """The name alone: a store at the prefix need not be reachable."""
+    """Return only the name: a store at the prefix need not be reachable."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(within, "open_store", lambda *_: None)
         return open_within(prefix, place)[1]
@@ -155,7 +155,7 @@ def _put(root: Path, value: int) -> None:
 
 
 def _places(folder: Path) -> tuple[Path, Path]:
-    """(prefix, a folder outside of it), with an object of the same name in each."""
+    """(prefix, a folder outside the prefix), with an object of the same name in each."""
     prefix, outside = folder / "prefix", folder / "outside"
     _put(prefix / "sub" / "inner", 1)
     _put(outside / "inner", 2)
@@ -199,7 +199,7 @@ def test_what_is_swapped_after_the_check_is_not_followed(tmp_path: Path, swap: s
 
 @pytest.mark.parametrize("swap", ["outer", "inner", "object"])
 def test_no_moment_of_a_swap_leads_out(tmp_path: Path, swap: str) -> None:
-    """The swap happens before the n-th call that opens or looks at a file, for every n."""
+    """The swap happens before the n-th call that opens or checks a file, for every n."""
     for step in range(1000):
         prefix, outside = _places(tmp_path / str(step))
         store, name = open_within(str(prefix), str(prefix / PLACE))
@@ -221,7 +221,7 @@ def test_no_moment_of_a_swap_leads_out(tmp_path: Path, swap: str) -> None:
 
 
 class _System:
-    """``os``; ``act`` is called before the n-th call (from 0) of ``open`` or ``stat``."""
+    """Replaces ``os``. ``act`` is called before the n-th call (from 0) of ``open`` or ``stat``."""
 
     def __init__(self, n: int, act: Callable[[], None]) -> None:
         self._left, self._act = n, act
@@ -248,7 +248,7 @@ class _System:
 
 
 class _Flock:
-    """``fcntl.flock``, and the files for which it was called."""
+    """Replaces ``fcntl.flock``, and records the locked files."""
 
     def __init__(self) -> None:
         self._flock, self.locked = fcntl.flock, set[tuple[int, int]]()

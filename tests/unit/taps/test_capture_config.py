@@ -1,4 +1,4 @@
-"""The choice of points is in the key of vLLM's compile cache, and engines that do not fit are refused."""
+"""The selected points are in the key of vLLM's compile cache, and unsuitable engines are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_engines_that_fit() -> None:
     check_engine(engine())
     fits = engine()
     fits.speculative_config = SimpleNamespace(method="extract_hidden_states")
-    fits.parallel_config.data_parallel_size = 2  # of a dense model: engines of their own
+    fits.parallel_config.data_parallel_size = 2  # with a dense model, data-parallel engines are independent
     check_engine(fits)
 
 
@@ -77,12 +77,12 @@ def test_engines_that_are_refused(change: Callable[[Any], None], message: str) -
 
 
 def test_this_vllm_has_the_settings_that_are_refused() -> None:
-    """Renamed by vLLM, they would be refused no longer."""
+    """If vLLM renamed a setting, it would not be refused any more."""
     found = VllmConfig()
     parallel = {f"{name}_parallel_size" for name in ("pipeline", "prefill_context", "decode_context", "data")}
     assert parallel | {"enable_dbo", "enable_eplb", "enable_hc_sp"} <= vars(found.parallel_config).keys()
     assert {"use_mla", "is_hybrid", "is_moe"} <= {*dir(ModelConfig)}
-    # The other kinds of sequence parallelism: of experts, with data parallelism alone; and a pass that was removed.
+    # Other kinds of sequence parallelism: of experts, only with data parallelism, and a pass that vLLM has removed.
     several = ParallelConfig(
         tensor_parallel_size=2, data_parallel_size=1, enable_expert_parallel=True, distributed_executor_backend="mp"
     )
@@ -91,7 +91,7 @@ def test_this_vllm_has_the_settings_that_are_refused() -> None:
 
 
 def test_a_model_is_tapped_once() -> None:
-    """A second set of hooks would count every row twice, on all taps alike."""
+    """A second set of hooks would count every row twice on all taps, so their equal counts would hide it."""
     config = SimpleNamespace(additional_config=additional_config({"preset": "full"}))
     assert tap_model(SimpleNamespace(hsx_taps="its taps"), config) == "its taps"  # type: ignore[arg-type]
     assert tap_model(SimpleNamespace(), SimpleNamespace(additional_config={})) is None  # type: ignore[arg-type]

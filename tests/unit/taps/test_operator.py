@@ -23,7 +23,7 @@ NUMBER = operator.number_of(0, 1)  # the second layer of an engine's first cache
 
 
 class Target:
-    """A cache of an engine, and its step."""
+    """An engine's cache and its step."""
 
     def __init__(self, layers_first: bool = True, layers: int = 3):
         shape = (5, layers, BLOCK, WIDTH) if layers_first else (5, BLOCK, layers, WIDTH)
@@ -41,7 +41,7 @@ class Target:
         expected[1, 3], expected[4, 2], expected[0, 0] = x[0], x[2], x[3]
         assert torch.equal(self.kv_cache[:, at], expected)
         self.kv_cache[:, at].fill_(-1)
-        assert bool((self.cache == -1).all())  # other layers are untouched
+        assert bool((self.cache == -1).all())  # other layers are unchanged
 
 
 def counter() -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_a_compiled_tap_is_kept_and_equal_layers_share_one_graph() -> None:
             assert torch.equal(compiled(x), x + 1)
         target.check(x * 2, at)
         assert layer.hsx_count_p.tolist() == [2, 6]
-    assert codes[0] == codes[1]  # no number of a layer is a constant of the graph
+    assert codes[0] == codes[1]  # the graph has no layer number as a constant
 
 
 _INTERPRETED = """

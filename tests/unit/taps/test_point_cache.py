@@ -1,4 +1,4 @@
-"""The cache of a point: what vLLM allocates for it, and whether it allows CUDA graphs."""
+"""The cache of a point: the memory that vLLM allocates for it, and whether CUDA graphs are possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's choice of points becomes a plan, or an error that names what was expected."""
+"""A user's selection of points becomes a plan, or an error that names the expected values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hsx_dist.errors import ConfigError
 from hsx_dist.taps.points import POINTS, PRESETS, plan_capture, shard_of
 
-#: A model of 4 layers without q_norm, whose layer 1 alone is dense.
+#: A model of 4 layers without q_norm. Only its layer 1 is dense.
 HAS = {
     "hidden_states": {0, 1, 2, 3, 4},
     "embed": {0},

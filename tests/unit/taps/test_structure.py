@@ -1,4 +1,4 @@
-"""Modules are found by what they have, and a model that does not fit is refused with the module that was expected."""
+"""Modules are found by their members. An unsuitable model is refused with an error that names the expected module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic that the exact-number tests are held against, and how vLLM comes to know the model."""
+"""The arithmetic that the exact-number tests compare with, and the model's registration with vLLM."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_folder_says_what_the_model_needs(tmp_path):
 def test_child_processes_find_the_plugin_while_it_is_registered(tmp_path, monkeypatch):
     from tests.harness import exact_model as module
 
-    monkeypatch.setattr(module, "register", lambda: None)  # this process's vLLM is another test's affair
+    monkeypatch.setattr(module, "register", lambda: None)  # other tests register it in this process's vLLM
     code = (
         "from importlib.metadata import entry_points as e;"
         "print([p.value for p in e(group='vllm.general_plugins') if p.name == 'hsx_exact_model'])"

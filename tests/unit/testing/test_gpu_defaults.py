@@ -1,4 +1,4 @@
-"""``tests.harness.gpu_defaults``: what a process with its variables has."""
+"""``tests.harness.gpu_defaults``: the defaults of a process with its variables."""
 
 from __future__ import annotations
 

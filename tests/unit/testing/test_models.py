@@ -1,4 +1,4 @@
-"""The tiny model: same arguments, same files; its tokenizer gives text back."""
+"""The tiny model: equal arguments make equal files, and its tokenizer decodes its tokens to the text."""
 
 from __future__ import annotations
 

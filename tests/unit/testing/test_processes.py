@@ -1,4 +1,4 @@
-"""Child processes end, with all that they started, and say why they did not start."""
+"""Child processes end with all their descendants, and report why they did not start."""
 
 from __future__ import annotations
 

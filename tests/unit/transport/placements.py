@@ -1,4 +1,4 @@
-"""A transport at each of its three placements, with writers that store into a folder, one sample an object."""
+"""A transport in each of its three placements. The writers store one object per sample into a folder."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def some(n: int = 5, seed: int = 0) -> np.ndarray:
 
 @dataclass
 class Placement:
-    """``meter`` counts what was shipped and stored. ``outcomes``: by key, what was reported of each segment: None if
-    it is stored, else why not."""
+    """``meter`` counts shipped and stored pages. ``outcomes``: key → each segment's failure, None if stored."""
 
     folder: Path
     end: LocalEnd = field(init=False)
@@ -60,7 +59,7 @@ class Placement:
             self.outcomes[segment.key].append(why)
 
     def pages(self, key: str, states: np.ndarray, *, page_tokens: int | None = None, **extra: Any) -> Iterator[Page]:
-        """Pages of a sample, copied into the ring, for which they wait."""
+        """A sample's pages, copied into the ring. Waits while the ring is full."""
         total = states.shape[1]
         chunk = page_tokens or total
         segment = Segment(key, 0, 0, total, total, source=f"{key}:0", **extra)
@@ -92,12 +91,12 @@ class Placement:
         return self.stored(key)["hidden_states"].transpose(1, 0, 2)
 
     def wait_for(self, *keys: str) -> None:
-        """Block until an outcome of each key is reported, and the whole ring is free."""
+        """Block until each key has an outcome and the whole ring is free."""
         until(lambda: set(keys) <= self.outcomes.keys() and not self.end.ring.used_bytes)
 
 
 def place(offset: int, nbytes: int) -> Page:
-    """A page of so many bytes, which is all that counts of it."""
+    """A page of ``nbytes`` bytes. Its other fields do not matter."""
     segment = Segment("k", 0, 0, 1, 1)
     return Page(segment, 0, 1, 1, (1,), "float16", (1, 1, nbytes // 2), "LTH", np.zeros(1, np.int64), offset=offset)
 
@@ -116,13 +115,13 @@ def options() -> SinkOptions:
 
 
 def threads(to: Placement, wrap: Callable[[Sender], Sender]) -> Sender:
-    """Writers on threads of this process."""
+    """Writers in threads of this process."""
     return wrap(ThreadSender(PartSink(open_store(str(to.folder)), options(), to.on_event, to.meter), 2))
 
 
 @contextmanager
 def inline(folder: Path, wrap: Callable[[Sender], Sender] = lambda sender: sender) -> Iterator[Placement]:
-    """``wrap``: around the sender that has the pages' data."""
+    """``wrap``: applied to the sender that has the pages' data."""
     made = Placement(folder)
     made.end = LocalEnd(threads(made, wrap), RING, made.shipped.append, on_lost=made.note, meter=made.meter)
     yield made
@@ -135,7 +134,7 @@ def attach(folder: Path, wrap: Callable[[Sender], Sender] = lambda sender: sende
 
     def on_shipped(shipped: Shipped) -> None:
         made.shipped.append(shipped)
-        if (shipped.reason or "").startswith(("its page", "not all")):  # all else is the writers' to report
+        if (shipped.reason or "").startswith(("its page", "not all")):  # the writers report all others
             made.note(Segment(shipped.key, 0, 0, 1, 1), shipped.reason)
 
     server = PageServer(lambda: threads(made, wrap), on_shipped, meter=made.meter)
@@ -149,7 +148,7 @@ def attach(folder: Path, wrap: Callable[[Sender], Sender] = lambda sender: sende
 def spawned(
     folder: Path, on_event: Callable[[Event], None] | None = None, drain_seconds: float = 4.0
 ) -> Iterator[Placement]:
-    """``on_event``: called instead of the placement's own."""
+    """``on_event``: called instead of the placement's ``on_event``."""
     made = Placement(folder)
     spec = WriterProcessSpec(str(folder), {}, options(), 2, RING, drain_seconds)
     sender = RemoteSender(

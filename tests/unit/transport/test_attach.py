@@ -1,4 +1,4 @@
-"""The socket between an engine and the process that ships for it: who may use it."""
+"""The socket between an engine and the process that ships its pages: who may use it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS, TOKENS, HIDDEN = (1, 2), 4, 8
 
 
 class Writers:
-    """A sender that drops what it gets."""
+    """A sender that drops its pages."""
 
     def send(self, pages, release):
         for page in pages:
@@ -45,7 +45,7 @@ def server() -> Iterator[PageServer]:
 
 @pytest.fixture
 def connect(server):
-    """Outlets of an engine's ranks, which end with the test."""
+    """Function that makes outlets of an engine's ranks. They are closed after the test."""
     made: list[AttachedEnd] = []
 
     def connect() -> AttachedEnd:
@@ -91,7 +91,7 @@ def test_nothing_that_a_stranger_sends_is_unpickled(server, connect, tmp_path):
         AttachedEnd(server.address, b"a guess", 1 << 20)
     ran = tmp_path / "ran"
     for first in (lambda _: None, lambda c: c.recv_bytes()):
-        # Without a key multiprocessing asks nothing of the peer. The server hangs up, sooner or later.
+        # Without a key multiprocessing does not authenticate its peer. The server disconnects sooner or later.
         with suppress(EOFError, OSError), Client(server.address, "AF_UNIX") as stranger:
             first(stranger)
             while True:
@@ -99,7 +99,7 @@ def test_nothing_that_a_stranger_sends_is_unpickled(server, connect, tmp_path):
         assert not ran.exists()
     submit(connect(), "a")
     assert told(server, 1) == {"a": None}
-    assert server.ended.empty()  # a stranger that goes is not the engine
+    assert server.ended.empty()  # the end of a stranger is not the end of the engine
 
 
 def test_a_stranger_that_says_nothing_delays_nobody(server, connect):
@@ -114,7 +114,7 @@ def test_the_key_is_hidden_where_configurations_are_shown(server):
     extra = {"hsx": {"transport": "attach", "address": "x", "output": "y", "authkey": SecretStr(server.key.hex())}}
     settings = read_connector_config(extra)
     assert bytes.fromhex(settings.authkey.get_secret_value()) == server.key
-    copied = pickle.loads(pickle.dumps(extra))  # as vLLM hands it to its workers
+    copied = pickle.loads(pickle.dumps(extra))  # as vLLM sends it to its workers
     for shown in (repr(extra), str(extra), repr(settings), str(settings), repr(copied)):
         assert server.key.hex() not in shown
     assert len(server.key) == 32

@@ -1,4 +1,4 @@
-"""What goes back to an engine: its order, what is sent together, and what a failure leaves."""
+"""Messages to an engine: their order, which ones are sent together, and the state after a failure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_is_to_be_told_is_told_at_one_go_with_the_numbers_first(monkeypatch
         stored = Stored((segment,), "k.safetensors")
         messages = ours.recv()
         assert messages == [("numbers", {("parts", ""): 1}), ("free", 7), ("event", stored)]
-        told = messages[-1][1].segments[0]  # without what a client may have made long
+        told = messages[-1][1].segments[0]  # without fields that a client can make long
         assert (told.source, told.metadata, told.meta) == ("r:0", "", {})
         assert not ours.poll()
 
@@ -76,5 +76,5 @@ def test_a_message_that_cannot_be_sent_ends_the_connection_so_that_the_engine_wa
         assert ours.poll(60)
         with pytest.raises(EOFError):
             ours.recv()
-        returns.close()  # ends though its thread has ended
+        returns.close()  # returns although its thread has ended
     assert "cannot pickle" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Threads that ship run where the user lets the process run, whatever cores the engine takes for itself."""
+"""Shipping threads run on the cores that the user gave the process, not on the engine's cores only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wherever the writers are: what is submitted is stored or reported as lost, once, and the ring comes back."""
+"""In every placement of the writers, each submitted sample is stored or reported lost, once, and the ring is freed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_a_client_said_of_a_sample_of_several_pages_is_stored_with_it(place
 
 
 def test_a_transport_without_work_holds_nothing_of_stored_samples(placement):
-    """Its threads, above all: metadata and attached arrays count no more once a sample is stored."""
+    """Its threads above all: they must keep no metadata or attached arrays of a stored sample."""
     arrays = {f"k{i}": np.arange(10, dtype=np.int64) for i in range(4)}
     held = [weakref.ref(array) for array in arrays.values()]
     for key in list(arrays):
@@ -83,7 +83,7 @@ def test_a_page_that_was_not_copied_costs_its_sample_alone(placement):
 
 
 def test_a_page_that_cannot_be_read_costs_its_sample_alone(placement, monkeypatch):
-    """All in one call. The process that reads it finds that it lies outside of the ring."""
+    """All pages are in one call. The process that reads the bad page finds it outside the ring."""
     pages = {key: next(placement.pages(key, some())) for key in ("a", "bad", "c")}
     if placement.name == "inline":
         pages["bad"] = replace(pages["bad"], shape=(1 << 20, 1 << 20, 1))
@@ -125,7 +125,7 @@ def test_a_page_that_cannot_cross_a_process_border_costs_its_sample_alone(placem
 def test_a_page_that_comes_without_the_first_one_of_its_sample_costs_that_sample_alone(placement):
     _, late = placement.pages("a", some(8), page_tokens=4)
     placement.end.submit((late, None))
-    placement.end.ring.free(0)  # the first one's place: it was never submitted
+    placement.end.ring.free(0)  # the slot of the first page, which was never submitted
     placement.submit("b", some())
     placement.wait_for("a", "b")
     assert placement.outcomes["a"] == ["not all of its pages arrived"]
@@ -141,7 +141,7 @@ def test_a_sample_of_which_nothing_is_stored_is_reported_after_the_pages_before_
 
 
 class Refusing:
-    """A sender that raises for pages of the key ``bad``, after it gave the first one's place back."""
+    """A sender that frees the first page of the key ``bad``, and then raises."""
 
     def __init__(self, sender):
         self.sender = sender
@@ -176,7 +176,7 @@ def test_pages_that_the_sender_refuses_are_reported_and_their_places_come_back_o
         assert set(placement.outcomes["bad"]) == {"its pages were not shipped: RuntimeError: the object store is full"}
         until(lambda: len(placement.shipped) == 1)
         assert "object store is full" in placement.shipped[0].reason
-        other = placement.end.ring.allocate(64)  # where the first page was
+        other = placement.end.ring.allocate(64)  # in the first page's slot
         for release, page in made[0].late:
             release(page)
         placement.submit("b", some())
@@ -232,7 +232,7 @@ sys.stdin.read()
 
 
 def test_when_an_attached_process_is_killed_the_engine_gets_its_ring_back_and_ends(tmp_path, caplog):
-    """The engine outlives it for a moment: its steps must not wait for places that nothing frees."""
+    """The engine runs on for a moment. Its steps must not wait for slots that no process frees."""
     with subprocess.Popen([sys.executable, "-c", LISTENING], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as peer:
         assert peer.stdout is not None
         address, key = peer.stdout.readline().decode().split()
@@ -245,7 +245,7 @@ def test_when_an_attached_process_is_killed_the_engine_gets_its_ring_back_and_en
     shutil.rmtree(Path(address).parent)
     until(lambda: not placement.end.ring.used_bytes)
     assert "closed the connection" in caplog.text
-    for i in range(600):  # more than the ring: a place that does not come back would hold this
+    for i in range(600):  # more than the ring: a slot that stays occupied would block this
         placement.submit(f"k{i}", some(40))
     until(lambda: not placement.end.pending)
     assert not placement.end.ring.used_bytes

@@ -25,7 +25,7 @@ def test_space_comes_back_in_order_of_allocation():
     assert a is not None
     assert b is not None
     ring.free(b)
-    assert ring.allocate(128) is None  # a is older, and still there
+    assert ring.allocate(128) is None  # a is older, and still allocated
     ring.free(a)
     assert ring.allocate(256) == 0
 
@@ -70,6 +70,6 @@ def test_claims_stay_within_their_limit_and_one_larger_than_it_is_claimed_alone(
     ring.unclaim(40)
     assert ring.claim(101)
     assert not ring.claim(0)
-    assert ring.allocate(1024) == 0  # room in the ring is another matter: a sample that was admitted goes on
+    assert ring.allocate(1024) == 0  # claims do not limit the ring: a sample that was admitted continues
     ring.unclaim(101)
     assert ring.claimed_bytes == 0

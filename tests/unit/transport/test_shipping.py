@@ -1,4 +1,4 @@
-"""What the shipping thread puts together, and that it waits for more no longer than it is worth."""
+"""The shipping thread's batches, and its limit for waiting for more pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bare connector's writers in a process of their own: whatever dies, each sample is stored or told as lost."""
+"""A bare connector's writers in a separate process: after any death each sample is stored or reported lost."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def outlet(tmp_path):
 def settle(outlet: StoreOutlet) -> None:
     end = time.monotonic() + 60
     while outlet.pending:
-        assert time.monotonic() < end, "neither stored nor told as lost"
+        assert time.monotonic() < end, "expected each sample to be stored or reported lost within 60 s"
         time.sleep(0.005)
 
 
@@ -59,7 +59,7 @@ def states_of(tmp_path, key: str) -> np.ndarray:
 
 
 def pids() -> list[int]:
-    """The processes with writers that this process started and that run."""
+    """The running writer processes that this process started."""
     children = psutil.Process().children()
     return [
         child.pid
@@ -85,7 +85,7 @@ def test_when_it_is_killed_its_samples_are_told_and_the_next_are_stored(outlet, 
     os.kill(process, signal.SIGSTOP)
     for i in range(3):
         submit(outlet, f"lost{i}", some(seed=i))
-    while outlet.ring.used_bytes and outlet.end.pending:  # handed over
+    while outlet.ring.used_bytes and outlet.end.pending:  # handed over to the writers
         time.sleep(0.001)
     os.kill(process, signal.SIGKILL)
     settle(outlet)
@@ -98,7 +98,7 @@ def test_when_it_is_killed_its_samples_are_told_and_the_next_are_stored(outlet, 
     settle(outlet)
     np.testing.assert_array_equal(states_of(tmp_path, "next"), some(seed=9))
     assert pid() != process
-    # The same request once more, as its client will try it.
+    # The same request again, as its client would repeat it.
     submit(outlet, "lost0", some(seed=0), request="again")
     settle(outlet)
     np.testing.assert_array_equal(states_of(tmp_path, "lost0"), some(seed=0))
@@ -118,7 +118,7 @@ def test_what_still_comes_of_a_sample_that_was_lost_joins_nothing(outlet, tmp_pa
         )
 
     page(0)
-    while outlet.ring.used_bytes:  # taken, and half of a segment
+    while outlet.ring.used_bytes:  # taken by the writers, which now have half a segment
         time.sleep(0.001)
     assert outlet.pending
     os.kill(pid(), signal.SIGKILL)
@@ -130,7 +130,7 @@ def test_what_still_comes_of_a_sample_that_was_lost_joins_nothing(outlet, tmp_pa
     np.testing.assert_array_equal(states_of(tmp_path, "b"), some())
     with pytest.raises(SampleFailed, match="exit code -9"):
         states_of(tmp_path, "a")
-    submit(outlet, "a", some(), request="r")  # the same source: nothing of the lost one is remembered
+    submit(outlet, "a", some(), request="r")  # the same source: no page of the lost sample is used
     settle(outlet)
     np.testing.assert_array_equal(states_of(tmp_path, "a"), some())
 
@@ -144,7 +144,7 @@ def test_while_it_cannot_be_started_samples_fail_at_once(outlet, tmp_path, monke
         with pytest.raises(SampleFailed, match=r"exit code -9|does not run"):
             states_of(tmp_path, f"k{i}")
     monkeypatch.undo()
-    monkeypatch.setattr(remote_sender, "RESTART_S", 0.0)  # some seconds later
+    monkeypatch.setattr(remote_sender, "RESTART_S", 0.0)  # as some seconds later
     submit(outlet, "c", some())
     settle(outlet)
     np.testing.assert_array_equal(states_of(tmp_path, "c"), some())
@@ -241,7 +241,7 @@ def test_what_is_told_slowly_does_not_keep_the_end(tmp_path):
         process = pid()
         assert telling.wait(60)
         began = time.monotonic()
-    assert time.monotonic() - began < 30  # not the minute that whom it tells takes
+    assert time.monotonic() - began < 30  # not the minute that the slow event handler takes
     assert not psutil.pid_exists(process)
     go.set()
 
@@ -280,7 +280,7 @@ def test_it_stores_what_it_has_when_the_engine_is_killed_and_ends(tmp_path):
     process = int(ended.stdout)
     end = time.monotonic() + 60
     while psutil.pid_exists(process) and psutil.Process(process).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end, "it outlives its engine"
+        assert time.monotonic() < end, "expected the process to end with its engine"
         time.sleep(0.02)
     for i in range(3):
         np.testing.assert_array_equal(states_of(tmp_path, f"k{i}"), some(seed=i))
@@ -320,7 +320,7 @@ def test_its_log_lines_are_the_engines(outlet, caplog):
 
 
 def rings() -> int:
-    """Descriptors of rings that this process has open."""
+    """Number of this process's open descriptors of rings."""
     return sum("hsx-ring" in os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry))  # noqa: PTH115
 
 
@@ -344,7 +344,7 @@ def test_what_keeps_it_from_starting_is_an_error_that_says_it(tmp_path, monkeypa
 
 
 class _Config:
-    """Of vLLM's, what an outlet asks."""
+    """The part of vLLM's configuration that an outlet reads."""
 
     class model_config:  # noqa: N801
         model, revision, skip_tokenizer_init, hf_text_config = "m", None, True, None
@@ -364,7 +364,7 @@ def test_which_bare_connectors_start_a_process(tmp_path, given, expected):
 
 
 def test_it_runs_where_its_starter_was_allowed_to_run_not_where_the_engine_is(tmp_path, monkeypatch):
-    """vLLM pins the engine's thread to cores of its choice, and what is started from it inherits them."""
+    """vLLM pins the engine's thread to some cores, and processes started by that thread inherit them."""
     allowed = os.sched_getaffinity(0)
     if len(allowed) < 2:
         pytest.skip("one core")
@@ -387,7 +387,7 @@ def memory_of(process: int, name: str) -> int:
 
 
 def test_of_long_samples_the_writers_hold_one_and_keep_nothing_of_it(tmp_path):
-    """A sample is one object: the writers hold it whole. Two at once, or what is kept of one, would show."""
+    """A sample is one object, and the writers hold it whole. A second sample, or a copy that stays, would show."""
     tokens, width, pages, budget = 128, 1024, 48, 8 << 20
     outlet = outlet_on(tmp_path, apart=True, in_flight_bytes=budget)
     submit(outlet, "first", some())
@@ -411,12 +411,12 @@ def test_of_long_samples_the_writers_hold_one_and_keep_nothing_of_it(tmp_path):
             ref = Page(segment, at, at + tokens, tokens, LAYERS, "float32", shape, "LTH", ids, offset=offset)
             outlet.submit((ref, None))
     settle(outlet)
-    others = sample // 2  # stacks and free blocks of the allocator; a second sample exceeds it
+    others = sample // 2  # stacks and free blocks of the allocator; a second sample would be larger
     assert memory_of(process, "VmHWM") - base < sample + budget + others
     end = time.monotonic() + 30
     # The memory of the last sample is freed after its event.
     while memory_of(process, "VmRSS") - base >= budget + others:
-        assert time.monotonic() < end, "what the last sample took is kept"
+        assert time.monotonic() < end, "expected the last sample's memory to be freed"
         time.sleep(0.005)
     assert states_of(tmp_path, "k3")[0, -1, 0] == (pages - 1) * tokens + 1
     assert outlet.ring.claimed_bytes == 0

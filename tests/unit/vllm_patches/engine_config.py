@@ -1,4 +1,4 @@
-"""Real configurations of vLLM engines that are never started."""
+"""Real configurations of vLLM engines, without starting the engines."""
 
 from __future__ import annotations
 

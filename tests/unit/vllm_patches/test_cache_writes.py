@@ -1,4 +1,4 @@
-"""Captured layers are counted, and direct writes put rows where vLLM puts them."""
+"""Captured layers are counted, and direct writes put rows in the same places as vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS, LAYERS, BLOCK, HIDDEN = 7, 3, 4, 8
 
 
 def empty(order: str, padding: int = 0) -> torch.Tensor:
-    """A cache in which rows that nobody wrote can be told; ``padding``: rows between two blocks."""
+    """A cache whose unwritten rows are recognizable. ``padding``: rows between two blocks."""
     per_block = (LAYERS * BLOCK + padding) * HIDDEN
     memory = torch.full((BLOCKS * per_block,), -1.0)
     inner = (BLOCK * HIDDEN, HIDDEN) if order == "LTH" else (HIDDEN, LAYERS * HIDDEN)
@@ -66,7 +66,7 @@ def config(tiny_model_path: Path) -> Any:
 
 @pytest.fixture
 def proposer(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's own proposer of a V1 engine, as its runner sets it up, with a cache of seven blocks."""
+    """vLLM's own proposer of a V1 engine, set up as by its runner, with a cache of seven blocks."""
     from vllm.config import CUDAGraphMode, set_current_vllm_config
     from vllm.model_executor.models.extract_hidden_states import ExtractHiddenStatesModel
     from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
@@ -86,13 +86,13 @@ def proposer(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def watched(proposer: Any, config: Any, **settings: bool) -> torch.Tensor:
-    for _ in range(2):  # more than one engine in a process
+    for _ in range(2):  # several engines in one process
         watch(proposer.layer, proposer.layer.kv_cache, CAPTURED, config, **settings)
     return proposer.layer.kv_cache
 
 
 def step(proposer: Any, layers: int = len(CAPTURED)) -> torch.Tensor:
-    """One step of three tokens whose states of the k-th captured layer are k + 1."""
+    """Run a step of three tokens. The states of the k-th captured layer are k + 1."""
     return proposer.propose(
         num_speculative_tokens=1,
         sampled_token_ids=torch.tensor([[5, 6], [7, 8]]),
@@ -124,7 +124,7 @@ def test_another_number_of_captured_layers_is_an_error_and_nothing_is_written(pr
 
 
 def test_vllm_alone_repeats_one_layers_states(proposer):
-    """Why the layers are counted. When this fails, vLLM counts them itself."""
+    """The reason for counting layers. If this test fails, vLLM counts them itself."""
     step(proposer, 1)
     assert (proposer.layer.kv_cache[1, :, :3] == 1).all()
 
@@ -143,12 +143,12 @@ def test_the_v2_runner_counts_the_layers_itself():
 
 
 def test_an_engine_with_another_connector_is_left_alone(proposer, config):
-    watch(SimpleNamespace(), proposer.layer.kv_cache, CAPTURED, config, direct=True)  # ours, of the same process
+    watch(SimpleNamespace(), proposer.layer.kv_cache, CAPTURED, config, direct=True)  # ours, in this process
     step(proposer, 1)
 
 
 def changed(config: Any, **attributes: Any) -> Any:
-    """What ``watch`` reads of ``config``, with other values."""
+    """The fields of ``config`` that ``watch`` reads, some with other values."""
     return SimpleNamespace(
         **{"model_config": config.model_config, "parallel_config": config.parallel_config, **attributes}
     )

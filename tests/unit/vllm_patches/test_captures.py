@@ -1,4 +1,4 @@
-"""What a model captures stays as it was captured, and layer 0 is refused where that is not certain."""
+"""Captured states never change after the capture. Layer 0 is refused where that is not certain."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.unit.vllm_patches.engine_config import engine_config
 
 @pytest.fixture(autouse=True)
 def patched() -> None:
-    """As the plugin does, in every process that loads it: the patch stays."""
+    """Apply the patch as the plugin does. It stays in the process."""
     captures.install()
     captures.install()
 
 
 class Model(nn.Module, EagleModelMixin):
-    """A model of one attention layer that captures as most of vLLM's do."""
+    """A model of one attention layer that captures like most vLLM models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_embeddings_are_copied_and_sums_are_not():
     captured = model._maybe_add_hidden_state([], 0, embeddings, None)
     captured = model._maybe_add_hidden_state(captured, 1, torch.ones(3, 4), embeddings)
     assert model._maybe_add_hidden_state(captured, 2, embeddings, embeddings) is captured  # not requested
-    embeddings.add_(10)  # what a norm in place does to its residual
+    embeddings.add_(10)  # as a norm in place changes its residual
     assert [float(c[0, 0]) for c in captured] == [1, 2]
 
 
@@ -95,12 +95,12 @@ def test_a_model_with_a_capture_of_its_own_is_refused_for_layer_0_alone(kind, wh
 
 
 def test_a_model_that_was_built_without_the_plugin_is_refused():
-    """Models of other engines in the process do not count."""
+    """Other engines' models in the process do not count."""
     other = made(Model)
     with pytest.raises(ConfigError, match=r"built after the plugin of hsx_dist was loaded, got none\..*VLLM_PLUGINS"):
         check(Model())
     check(other)
-    captures._models.discard(other)  # built before the patch
+    captures._models.discard(other)  # as if built before the patch
     with pytest.raises(ConfigError, match=r"got none\."):
         check(other)
 
@@ -134,7 +134,7 @@ def test_a_cached_graph_without_the_copy_is_refused(inlined: str, refused: bool)
 
 
 def test_dynamo_reports_the_copy_as_a_source_of_the_graph(tmp_path: Path):
-    """What the check of a compiled graph reads, of a graph that torch really compiles ahead of time."""
+    """The graph that the check of a compiled graph reads, from real ahead-of-time compilation by torch."""
     model = made(Model)
     with torch._dynamo.config.patch(enable_aot_compile=True):
         compiled = torch.compile(model.forward, backend="eager", fullgraph=True).aot_compile(((torch.ones(3, 4),), {}))

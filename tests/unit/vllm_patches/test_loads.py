@@ -1,4 +1,4 @@
-"""Nothing is loaded by another connector, in vLLM's own scheduler and ``MultiConnector``."""
+"""No other connector loads tokens, in vLLM's own scheduler and ``MultiConnector``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def drive(tiny_model_path, monkeypatch):
     requests: list = []
     yield started
     assert requests
-    assert not any(request.skip_reading_prefix_cache for request in requests), "the request's own flag was lost"
+    assert not any(request.skip_reading_prefix_cache for request in requests), "expected the request's own flag"
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["sync", "async"])
@@ -43,7 +43,7 @@ def test_what_another_connector_offers_is_computed_here(drive, late, first):
     connectors = [OURS, loading(late)] if first else [loading(late), OURS]
     prompts = [list(range(300 * i, 300 * i + n)) for i, n in enumerate((60, 62, 61, 63))]
     rows, runner = drive(prompts, *connectors, blocks=14, include_output_tokens=True)
-    assert runner.preempted  # and offered tokens again
+    assert runner.preempted  # so tokens were offered again
     for i, prompt in enumerate(prompts):
         check(rows, f"k{i}", prompt, 5)
 

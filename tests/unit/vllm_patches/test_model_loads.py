@@ -1,4 +1,4 @@
-"""A loaded model is tapped once, a drafter is not, and a model without taps is noticed."""
+"""A loaded model gets taps once, a drafter gets none, and a model without taps is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests without drafts, of vLLM's own class and in its own schedulers."""
+"""Requests without drafts, with vLLM's own request class and schedulers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_is_drafted_is_not_there():
         one.spec_token_ids = [4]
     assert (r.spec_token_ids, other.spec_token_ids) == ([], [4])
     assert r.num_tokens_with_spec == r.num_tokens == 4
-    assert other.num_tokens_with_spec == 4  # three, and its draft
+    assert other.num_tokens_with_spec == 4  # three tokens and its draft
     assert type(r).__mro__[1] is Request
     again = request()
     never_draft(again)
@@ -59,7 +59,7 @@ def test_vllms_schedulers_schedule_drafts_for_the_v2_runner_alone(tiny_model_pat
     }
     config = engine_config(tiny_model_path, (0, 4), block_size=32, dtype="float32", kv_transfer_config=connector)
     config.cache_config.num_gpu_blocks = 16
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(v2)))  # read when it is asked for
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(v2)))  # vLLM reads it on each use
     module, _, name = kind.partition(":")
     cls = getattr(__import__(f"vllm.v1.core.sched.{module}", fromlist=[name]), name)
     spec = HiddenStateCacheSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
@@ -79,5 +79,5 @@ def test_vllms_schedulers_schedule_drafts_for_the_v2_runner_alone(tiny_model_pat
         drafts += len(out.scheduled_spec_decode_tokens)
         assert out.num_scheduled_tokens["r"] == (3 if out.scheduled_new_reqs else 1 + bool(drafts))
         scheduler.update_from_output(out, ModelRunnerOutput(["r"], {"r": 0}, sampled_token_ids=[[7]]))
-        scheduler.update_draft_token_ids(DraftTokenIds(["r"], [[7]]))  # the scheduler without "async" asks for them
+        scheduler.update_draft_token_ids(DraftTokenIds(["r"], [[7]]))  # the synchronous scheduler needs this call
     assert drafts == (2 if v2 else 0)

@@ -1,4 +1,4 @@
-"""Blocks are copied before a reset: with made-up engine cores, and vLLM's real ``EngineCore`` class."""
+"""Blocks are copied before a reset, with simulated engine cores and vLLM's real ``EngineCore`` class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hsx_dist.vllm_patches import resets
 
 
 class Scheduler:
-    """One whose connector holds ``held`` requests."""
+    """A scheduler whose connector holds ``held`` requests."""
 
     def __init__(self, held: int):
         self.connector = SimpleNamespace(held=held)
@@ -97,7 +97,7 @@ def test_an_engine_that_fails_meanwhile_is_not_left_paused():
 
 @pytest.fixture
 def engine_core(monkeypatch):
-    """vLLM's class, with a reset that notes what is held."""
+    """vLLM's class, with a reset that records the held requests."""
     noted = []
 
     def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):

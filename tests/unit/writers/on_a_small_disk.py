@@ -1,9 +1,9 @@
-"""Stores samples into a run on a disk of its own until that is full, then on the same disk with more room.
+"""Stores samples into a run on a small separate disk until it is full, then on the same disk with more space.
 
     unshare --user --map-root-user --mount python -m tests.unit.writers.on_a_small_disk FOLDER PART_BYTES
 
-Prints a JSON object of what the writer told and what the disk had. A mount namespace of its own, so that nobody else
-sees the disk, and no right is needed that a user has not.
+Prints a JSON object with the writer's events and the disk's contents. It runs in a new mount namespace: no other
+process sees the disk, and no privilege is needed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from hsx_dist.writers.events import Event, Lost
 from hsx_dist.writers.sink import PartSink, SinkOptions
 from tests.harness.runs import write_v1_run
 
-#: 24 of 0.6 MB.
+#: 24 samples of 0.6 MB.
 SAMPLES = {f"k{i}": random_sample(f"k{i}", tokens=100, hidden_size=1024, seed=i) for i in range(24)}
 
 
 def store_missing(store: Store, attempt: int, part_bytes: int) -> list[Event]:
-    """What the writer tells of the samples that no receipt proves."""
+    """Store the samples without receipt. Returns the writer's events."""
     events: list[Event] = []
     proven = load_manifest(store).samples.keys()
     sink = PartSink(store, SinkOptions(resolve_codec("none"), {}, "w", attempt, part_bytes=part_bytes), events.append)
@@ -42,7 +42,7 @@ def store_missing(store: Store, attempt: int, part_bytes: int) -> list[Event]:
             for page in SAMPLES[key].pages():
                 sink.add(page)
     except StoreError:
-        pass  # it has told
+        pass  # its event has the reason
     sink.close()
     return events
 
@@ -72,7 +72,7 @@ def main() -> None:
     events = store_missing(store, take_attempt(store, {}), part_bytes)
     parts = {e.part for e in events if isinstance(e, Receipt)}
     there = {str(f.relative_to(folder)) for f in (folder / "data").rglob("*") if f.is_file()}
-    # The disk may have had room for a part and none for its receipt: then the part is whole, and garbage.
+    # The disk may have had space for a part and none for its receipt: then the part is whole, and garbage.
     broken = [name for name in there - parts if parse_part_name(name) is None or not is_whole(store, name)]
     found = {
         "fatal": [e.reason for e in events if isinstance(e, Lost) and e.fatal],

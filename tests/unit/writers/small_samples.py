@@ -1,4 +1,4 @@
-"""Small samples for the sink's tests, whose values are a function of their place."""
+"""Small samples for the sink's tests. Their values are a function of their position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYERS, HIDDEN, CHUNK = (2, 5), 8, 16
 
 
 def pages(key: str, n: int, *, segment_tokens: int = 64, seed: int = 0) -> list[Page]:
-    """Pages of a sample as the worker half makes them; the value of every element is a function of its place."""
+    """Pages of a sample in the worker half's form. Each element's value is a function of its position."""
     found = []
     for index, start in enumerate(range(0, n, segment_tokens)):
         segment = Segment(key, index, start, min(start + segment_tokens, n), n)

@@ -1,4 +1,4 @@
-"""A disk that is full: what was proven stays, nothing half written does, and with more room the run goes on."""
+"""A full disk: proven samples stay, no half-written file stays, and with more space the run continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ APART = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
 def may_mount() -> bool:
-    """Whether this machine lets a user have a mount namespace (containers often do not)."""
+    """Whether this machine allows a user to make a mount namespace (containers often do not)."""
     try:
         return subprocess.run([*APART, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode == 0
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Pages that travel in one call to a writer actor: what one bad page costs. The actors are plain objects here."""
+"""Pages that are sent in one call to a writer actor: the cost of one bad page. The actors are plain objects here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.writers.small_samples import options, pages
 
 
 class Actor:
-    """Answers at once; cannot be sent pages of the key ``unsendable``, and cannot read those of ``unreadable``."""
+    """Answers at once. Pages of the key ``unsendable`` cannot be sent to it; it cannot read those of ``unreadable``."""
 
     def __init__(self, writer: WriterActor):
         self._writer = writer
@@ -40,7 +40,7 @@ def get(ref: Any) -> Answer:
 
 
 class Ref:
-    """What ``remote`` returns, hashable."""
+    """The result of ``remote``, hashable."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""How a sender spreads pages over writers, without Ray: nothing is sent here."""
+"""How a sender distributes pages over writers, without Ray: no page is sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pages(count: int, nbytes: int) -> list[Page]:
 
 
 def calls(count: int, nbytes: int) -> list[int]:
-    """Bytes for each of four writers that have room for all."""
+    """Bytes for each of four writers with room for all."""
     sender = RaySender([("here", f"writer {i}") for i in range(4)], print, node="here")
     for writer in sender._writers:
         writer.credit, writer.asked, writer.answered = 1 << 30, True, time.monotonic()
@@ -56,7 +56,7 @@ def test_large_pages_are_spread():
 
 
 def test_pages_for_other_nodes_lie_in_this_ones_object_store_within_their_bound():
-    """Of two full writers elsewhere and one here that is full, none gets more than the bound in all."""
+    """Two writers on other nodes have room, the local one is full. The two together get no more than the bound."""
     sender = RaySender(
         [("here", "mine"), ("there", "a"), ("elsewhere", "b")], print, node="here", abroad_bytes=2 * CALL_BYTES
     )
@@ -65,7 +65,7 @@ def test_pages_for_other_nodes_lie_in_this_ones_object_store_within_their_bound(
         writer.credit, writer.asked, writer.answered = credit, True, time.monotonic()
     routed = {w.actor: sum(p.nbytes for p in batch) for w, batch in sender._routed(pages(16, CALL_BYTES // 4))}
     assert routed["a"] + routed["b"] == 2 * CALL_BYTES
-    assert routed["mine"] == 2 * CALL_BYTES  # what is left waits for the writer here
+    assert routed["mine"] == 2 * CALL_BYTES  # the rest waits for the local writer
 
 
 def test_a_page_larger_than_the_bound_goes_alone():
@@ -77,7 +77,7 @@ def test_a_page_larger_than_the_bound_goes_alone():
 
 
 def test_a_column_stays_at_its_writer():
-    """A segment whose pages lie at two writers is never whole."""
+    """A segment with pages at two writers is never whole."""
     sender = RaySender([("here", "a"), ("here", "b")], print, node="here")
     for writer in sender._writers:
         writer.credit, writer.asked, writer.answered = 1 << 30, True, time.monotonic()

@@ -1,4 +1,4 @@
-"""Bad rows are found, in every dtype, and good ones are not."""
+"""Bad rows are detected in every dtype, and good rows are not."""
 
 from __future__ import annotations
 

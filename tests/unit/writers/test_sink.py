@@ -1,4 +1,4 @@
-"""The sink on a real folder: what is told is stored, in the order that makes a sample exist."""
+"""The sink on a real folder: each reported sample is stored, and its receipt is stored last."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.writers.small_samples import check_readable, options, pages
 
 
 def test_what_pages_carry_is_stored_and_no_receipt_keeps_it(store):
-    """Metadata and masks are in the part; a driver holds receipts by the million."""
+    """Metadata and masks are in the part. A driver holds millions of receipts, so receipts have neither."""
     events = []
     sink = PartSink(store, options(), events.append)
     mask = np.arange(100, dtype=np.uint8) % 2
@@ -54,7 +54,7 @@ def test_what_is_added_is_proven_and_readable(store):
     sink = PartSink(store, options(), events.append)
     for page in [*pages("a", 1), *pages("b", 100), *pages("c", 200)]:
         sink.add(page)
-    assert events == []  # nothing is durable, and nothing is told, before a part is sealed
+    assert events == []  # before a part is sealed no sample is durable, and none is reported
     sink.close()
     assert sink.held_bytes == 0
     (receipt,) = events
@@ -96,7 +96,7 @@ def test_one_sample_an_object(tmp_path):
         sink.add(page)
     sink.close()
     assert [o.name for o in store.list()] == ["%2E.%2Fa%20b.safetensors"]
-    (stored,) = events  # no receipt: there is no run
+    (stored,) = events  # without a run there are no receipts
     assert (type(stored), stored.part) == (Stored, "%2E.%2Fa%20b.safetensors")
     assert [s.key for s in stored.segments] == ["../a b"]
 
@@ -141,11 +141,11 @@ def test_a_newer_attempt_fences_the_sink_off(store):
     with pytest.raises(Fenced):
         sink.add(pages("l", 1)[0])
     sink.close()
-    assert load_manifest(store).samples == {}  # the part lies there, but nothing names it
+    assert load_manifest(store).samples == {}  # the part exists, but no receipt names it
 
 
 def test_starved_sink_seals_what_is_whole_rather_than_wait_for_a_full_part(store):
-    """Room for one page; a part would need hundreds: only sealing early lets the pages through."""
+    """There is room for one page, and a part would need hundreds. The sink must seal early to accept more pages."""
     sink = PartSink(store, options(max_bytes=pages("k", 16)[0].nbytes), lambda _: None)
     for i in range(20):
         for page in pages(f"k{i}", 100):
@@ -174,7 +174,7 @@ def test_threads_release_every_page_once_and_flush_waits_for_them(store):
 
 
 def test_a_row_that_is_computed_again_before_its_part_is_sealed_is_stored_apart(store):
-    """Its engine died after everything had been shipped: the same segment comes whole, twice, to one writer."""
+    """The engine died after it had shipped everything. One writer receives the same whole segment twice."""
     events = []
     sink = PartSink(store, options(), events.append)
     for _ in range(2):
@@ -195,7 +195,7 @@ def test_what_nobody_goes_on_with_is_dropped(store):
 
 
 def test_without_a_run_two_copies_of_a_sample_are_two_requests_and_both_are_told(tmp_path):
-    """Their pages come in turns; in a run the first would be what a dead engine left."""
+    """Their pages alternate. In a run the first copy would be a dead engine's."""
     told = []
     store = LocalStore(tmp_path)
     options = SinkOptions(resolve_codec("none"), {"model": "m"}, "w", layout="sample", stale_seconds=0.0)
@@ -214,7 +214,7 @@ def test_without_a_run_two_copies_of_a_sample_are_two_requests_and_both_are_told
 
 
 def test_a_segment_that_no_part_can_hold_costs_itself_alone(store, monkeypatch):
-    """Whatever is wrong with it, the others of its part are stored."""
+    """Its part's other segments are stored after any error of the bad one."""
     whole = sink_module.build_part
 
     def build_part(segments, *args):

@@ -1,4 +1,4 @@
-"""Samples of several columns: each is collected by itself, and an object without a receipt has all of them."""
+"""Samples of several columns: each column is collected separately, and an object without a receipt has all columns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_columns_of_a_sample_are_proven_each_by_itself(store):
     assert {info.segment.point for info in part.segments} == {"q", "topk_ids"}
     for proof in record.segments:
         assert part.segments[proof.slot].segment.id == proof.segment.id
-        # Ids that are all 0 are nothing to warn of.
+        # No warning for ids that are all 0.
         assert part.segments[proof.slot].segment.meta == {}
 
 
@@ -66,7 +66,7 @@ def test_a_sample_without_one_of_its_columns_does_not_exist(store):
 
 
 def test_a_column_without_the_hash_of_its_sample_is_lost(store):
-    """Its receipt could not be read: nothing says which columns are of the same tokens."""
+    """Its receipt could not be read: it would not show which columns have the same tokens."""
     events = []
     sink = PartSink(store, options(), events.append)
     for page in column_pages(0, sample_hash="")[:1]:

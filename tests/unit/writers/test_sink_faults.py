@@ -1,4 +1,4 @@
-"""The sink on stores that fail, hang, lie and tear: what is told is what a reader finds, and nothing half."""
+"""The sink on stores that fail, hang, misreport and truncate: readers find exactly the reported samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.unit.writers.small_samples import check_readable, options, pages
 
 
 def make(store, keys, **changes):
-    """Store a sample of each key, a part of its own each; what was told."""
+    """Store a sample of each key, in a separate part each. Returns the events."""
     events = []
     sink = PartSink(store, options(**changes), events.append)
     for key in keys:
@@ -119,7 +119,7 @@ def test_a_store_that_hangs_holds_the_sender_up_and_loses_nothing(store):
 
 
 def test_a_page_that_cannot_be_encoded_costs_its_sample_alone_and_leaves_nothing_behind(store, monkeypatch):
-    """Whichever page it is, and although the others still come."""
+    """The bad page may be any page of its sample, and the sample's other pages still follow."""
     told = []
     sink = PartSink(store, options(attempt=0, layout="sample"), told.append)
     real = SegmentEncoder.add
@@ -152,7 +152,7 @@ def named(key, n, *, seed):
 
 
 def test_of_two_that_are_stored_under_one_path_the_later_one_stays(store):
-    """Also where the put of the earlier one takes longer, or begins later."""
+    """Also if the earlier one's put takes longer, or begins later."""
     slow = HangingStore(store, Strike({"put"}, times=1))
     told = []
     sink = PartSink(slow, options(attempt=0, layout="sample", codec=resolve_codec("none")), told.append)
@@ -168,13 +168,13 @@ def test_of_two_that_are_stored_under_one_path_the_later_one_stays(store):
     slow.release()
     sink.close()
     assert [type(t) for t in told] == [Stored] * 3
-    assert sorted(t.segments[0].source for t in told) == ["a", "b", "c"]  # each is told of the request that it was of
+    assert sorted(t.segments[0].source for t in told) == ["a", "b", "c"]  # each event is for its own request
     assert Part.open(store, "p.bin").token_ids(0).tolist() == list(range(3, 13))
 
 
 @pytest.mark.slow
 def test_a_sample_alone_is_held_once_while_it_is_stored(store):
-    """As long as its store hangs: not as encoded layers and as rows, and not as one string of bytes as well."""
+    """It is held once while its store hangs: not as encoded layers and rows, nor as an additional byte string."""
     sample = random_sample("k", 4096, hidden_size=512, layer_ids=range(8), chunk_tokens=256)  # 32 MiB
     whole = list(sample.pages())
     hanging = HangingStore(store, Strike({"put_if_absent"}))
@@ -195,7 +195,7 @@ def test_a_sample_alone_is_held_once_while_it_is_stored(store):
 
 
 class ClingingStore(WrappedStore):
-    """Its errors refer to themselves by their tracebacks' frames, as some libraries' do."""
+    """Its errors refer to themselves through their tracebacks' frames, as some libraries' errors do."""
 
     def head(self, name):
         try:
@@ -206,7 +206,7 @@ class ClingingStore(WrappedStore):
 
 
 def test_of_two_under_one_path_the_later_one_stays_though_it_overtakes_the_earlier_one(store):
-    """The earlier one's page waits for room, the later one's page is small enough to be taken at once."""
+    """The earlier one's page waits for room. The later one's page is small enough to be accepted at once."""
     (fills,), (large,), (small,) = pages("x", 16), named("a", 16, seed=1), named("b", 1, seed=2)
     data = small.data[:, :1].copy()
     small = replace(small, data=data, shape=data.shape)
@@ -226,8 +226,9 @@ def test_of_two_under_one_path_the_later_one_stays_though_it_overtakes_the_earli
 
 
 def test_a_stored_parts_memory_is_free_at_once(store):
-    """And not when Python's garbage collector comes by, whatever the store's errors refer to; each part asks for a
-    newer attempt, and that there is none is an error."""
+    """Memory is freed without Python's garbage collector, although the store's errors refer to buffers. Each part
+    checks for a newer attempt, and finding none is such an error.
+    """
     limit = 4 << 20
     sink = PartSink(ClingingStore(store), options(part_bytes=1 << 20, max_bytes=limit), lambda _: None)
     gc.disable()
@@ -237,14 +238,14 @@ def test_a_stored_parts_memory_is_free_at_once(store):
             for page in sample.pages():
                 sink.add(page)
         sink.flush()
-        assert sink._blocks.nbytes <= limit  # of 21 MiB in all
+        assert sink._blocks.nbytes <= limit  # of 21 MiB in total
     finally:
         gc.enable()
         sink.close()
 
 
 def test_a_sample_larger_than_the_budget_is_held_alone(store):
-    """The next one's pages wait from when its last page is taken, also before it is on its way to the store."""
+    """The next sample's pages wait from the moment its last page is accepted, before its upload begins."""
     first, second = (pages(key, 160, segment_tokens=160) for key in "ab")
     hanging = HangingStore(store, Strike({"put_if_absent"}))
     sink = PartSink(hanging, options(0, codec=resolve_codec("none"), layout="sample", max_bytes=1), lambda _: None)
@@ -287,7 +288,7 @@ def test_who_looks_for_old_segments_keeps_none(store):
     look = sink._seal_what_is_old
     sink._seal_what_is_old = lambda: (look(), looked.set())
     assert looked.wait(30)
-    sink._seal_what_is_old = lambda: None  # it does not look again, which would hide what it keeps
+    sink._seal_what_is_old = lambda: None  # no further check, which would hide a kept reference
     for page in rest:
         sink.add(page)
     sink.flush()
@@ -305,7 +306,7 @@ def test_the_same_sample_again_lives_as_long_as_its_last_answer_says(store):
 
 
 def test_a_sample_that_is_to_live_longer_replaces_no_other_that_was_stored_meanwhile(store):
-    """The key's object is deleted, and the key used for another sample, between the look and the put."""
+    """Between check and put, the key's object is deleted and the key is used for another sample."""
 
     def add(sink: PartSink, expires: int, seed: int) -> None:
         for page in pages("k", 5, seed=seed):
@@ -317,11 +318,11 @@ def test_a_sample_that_is_to_live_longer_replaces_no_other_that_was_stored_meanw
     add(sink, 100, seed=0)
     assert isinstance(events.get(timeout=30), Stored)
     add(sink, 200, seed=0)
-    assert hanging.hanging.wait(30)  # it has looked, and is about to put
+    assert hanging.hanging.wait(30)  # it has checked, and is about to put
     store.delete("k.safetensors")
     add(sink, 300, seed=1)
     with suppress(queue.Empty):
-        events.get(timeout=0.2)  # time enough to overtake
+        events.get(timeout=0.2)  # enough time to overtake
     hanging.release()
     sink.close()
     told = {e.segments[0].source: type(e) for e in list(events.queue)}
@@ -331,7 +332,7 @@ def test_a_sample_that_is_to_live_longer_replaces_no_other_that_was_stored_meanw
 
 @pytest.mark.parametrize("kind", ["folder", "broken link"])
 def test_a_name_that_no_put_can_take_and_no_read_finds_costs_its_sample_alone(tmp_path, kind):
-    """A neighbour can make such a name: the writers must not try it for ever."""
+    """Another user can make such a name. The writers must not retry it for ever."""
     if kind == "folder":
         (tmp_path / "k.safetensors").mkdir()
     else:

@@ -1,4 +1,4 @@
-"""``hsx doctor --engine`` without settings, without its engines."""
+"""``hsx doctor --engine`` without settings. Its engines are replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hsx_dist.jobs.kit.outcomes import Check, Outcome
 
 @pytest.fixture
 def ran(monkeypatch) -> list[str]:
-    """Names of the engines that were started; the first one's states are wrong."""
+    """Names of the started engines. The first one returns wrong states."""
     started: list[str] = []
 
     def run(check: Check) -> Outcome:

@@ -1,4 +1,4 @@
-"""What a check's process does is what its outcome says, and nothing better."""
+"""The outcome of a check equals the result of its process, and is never better."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_check_without_its_turn_is_not_run():
 
 
 def test_a_check_has_the_time_that_is_left():
-    """One that this ends has found nothing wrong. One that ends in its own time has."""
+    """A check without a time limit gets the remaining time. If that ends it, it counts as not run, not as failed."""
     limits: list[float] = []
 
     def run(one: Check) -> Outcome:

@@ -19,7 +19,7 @@ OTHERS = {
 
 
 def rows(html: str) -> dict[str, str]:
-    """The state that stands beside each check's name."""
+    """The state next to each check's name."""
     found = re.findall(r'<tr><td><span class="state [a-z]*">([a-z ]+)</span></td><td>([^<]*)<', html)
     return {name: state for state, name in found}
 
@@ -54,7 +54,7 @@ def test_figures_of_engines_that_did_not_run_are_not_made_up(tmp_path):
     ]
     html = write(tmp_path, about([]), outcomes, FIGURES).read_text()
     assert "9,000" in html
-    assert "%</span>" not in html  # no ratio without what it is a ratio to
+    assert "%</span>" not in html  # each ratio names its reference
     assert re.search(r"vLLM&#x27;s own</td><td class=n>250</td><td class=n>not run</td>", html)
     base = Outcome(THROUGHPUT, "no extraction", "passed", "", 1.0, {"tokens_per_s": {"1": 1000.0}, **load})
     assert (

@@ -1,4 +1,4 @@
-"""What a case claims, and what it must not; the engines themselves: tests/integration/test_gpu_kit.py."""
+"""The claims of a case, and their limits. tests/integration/test_gpu_kit.py runs its engines."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def errors(norm: float) -> list[LayerError]:
         (errors(0.2), errors(1.0), 0.1, "failed"),
         (errors(math.nan), errors(1.0), 0.1, "failed"),
         (errors(0.01)[:-1], errors(1.0), 0.1, "failed"),  # a layer is missing
-        (errors(0.01), errors(0.01), 0.1, "failed"),  # rows that are shifted pass too
-        (errors(0.01), errors(1.0), 3.0, "failed"),  # a token that is repeated
+        (errors(0.01), errors(0.01), 0.1, "failed"),  # shifted rows would pass, too
+        (errors(0.01), errors(1.0), 3.0, "failed"),  # a repeated token
         (errors(0.01), errors(1.0), math.nan, "failed"),
     ],
 )
