@@ -76,7 +76,7 @@ print(*sorted(found & {"vllm", "ray", "transformers", "pydantic", "yaml", "zstan
 
 
 def test_copies_beside_a_product_are_copies():
-    """In inference mode, like the benchmark. Errors of the copies are raised: without copies nothing would slow down."""
+    """In inference mode, like the benchmark. Errors of the copies are raised: else nothing would slow down."""
     shape = Shape("tiny", 2, 256, 100, "LTH")
     kept = Keeping()
     with torch.inference_mode(), closing(Ways(Cache(shape, 12, CPU), 1 << 22, kept)) as both:
