@@ -12,7 +12,7 @@ from hsx_dist.cli.exit_codes import FINE, FOUND_BAD, run_app
 from hsx_dist.config import load_config, parse_storage_options, public_url, refuse_in_job, resolve_paths
 from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text
-from hsx_dist.reading.verify import Problem, verify_run
+from hsx_dist.reading.verify import MOST_NAMED, Problem, verify_run
 from hsx_dist.store import Store, open_store
 
 
@@ -62,6 +62,7 @@ def verify_store(
                 "bytes": report.bytes,
                 "non_finite": report.non_finite,
                 "all_zero": report.all_zero,
+                "bad_samples": report.bad_samples,
                 "problems": [{"part": p.part, "message": p.message} for p in report.problems],
             }
         )
@@ -70,6 +71,9 @@ def verify_store(
     for count, what in ((report.non_finite, "values that are not finite"), (report.all_zero, "nothing but zeros")):
         if count:
             say(f"note: {count:,} layers of samples have {what}")
+    if report.bad_samples:
+        more = ", …" if len(report.bad_samples) == MOST_NAMED else ""
+        say(f"note: samples with such layers: {', '.join(report.bad_samples)}{more}")
     for count, what in ((report.known, "were noted as sound before"), (report.consumed, "were used and removed")):
         if count:
             say(f"note: {count:,} parts {what}")

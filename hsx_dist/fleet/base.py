@@ -33,13 +33,14 @@ class ReplicaUnreached:
 class ReplicaDied:
     """The replica is dead, or did not start. Rows of its tasks without a receipt are lost.
 
-    ``fatal``: the engine refused to start, and another one would too. ``blameless``: its node died, or its connection
-    broke."""
+    ``fatal``: the engine refused to start, and another one would too. ``blameless``: its node died or drains, or its
+    connection broke. ``drained``: it was ended because its node drains, and had no task left."""
 
     replica: int
     reason: str
     fatal: bool = False
     blameless: bool = False
+    drained: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def after(state: ReplicaState, happened: ReplicaInput, *, max_failures: int) -> 
 def _ended_if_idle(state: ReplicaState) -> tuple[ReplicaState, list[Action]]:
     if state.phase is not ReplicaPhase.LEAVING or state.tasks:
         return state, []
-    died = ReplicaDied(state.number, "its node drains", blameless=True)
+    died = ReplicaDied(state.number, "its node drains", blameless=True, drained=True)
     return replace(state, phase=ReplicaPhase.GONE), [EndReplica(flush=True), died]
 
 

@@ -335,7 +335,8 @@ class Driver:
     def _lost_replica(self, event: ReplicaDied) -> None:
         tasks = self._ready.pop(event.replica, [])
         self._leaving.discard(event.replica)
-        self._progress.meter.add("replica_deaths")
+        if not event.drained:
+            self._progress.meter.add("replica_deaths")
         self._excused |= event.blameless  # its last pages may not have reached a writer
         for task in tasks:
             self._given.pop(task.number, None)

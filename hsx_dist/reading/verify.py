@@ -31,6 +31,8 @@ _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 _TALLIED = ("bytes", "non_finite", "all_zero")
 #: Bytes of a part that one request fetches.
 _BLOCK = 8 << 20
+#: Most names in ``VerifyReport.bad_samples``.
+MOST_NAMED = 20
 _SIGN = {"bfloat16": 0x8000, "float16": 0x8000, "float32": 0x80000000}
 
 
@@ -50,7 +52,8 @@ class VerifyReport:
     after use. Both are included in ``parts``.
 
     ``non_finite`` and ``all_zero`` are not problems. They count layers of segments with a NaN or an infinity, and
-    layers with only zeros.
+    layers with only zeros. ``bad_samples``: keys of the first ``MOST_NAMED`` samples with such layers, except those in
+    ``known`` parts.
     """
 
     parts: int = 0
@@ -61,11 +64,19 @@ class VerifyReport:
     non_finite: int = 0
     all_zero: int = 0
     problems: list[Problem] = field(default_factory=list)
+    bad_samples: list[str] = field(default_factory=list)
 
     def add(self, other: VerifyReport) -> None:
         """Add the counts of another report."""
         for name in ("parts", "known", "consumed", *_TALLIED):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        for key in other.bad_samples:
+            self.name_bad(key)
+
+    def name_bad(self, key: str) -> None:
+        """Add a sample to ``bad_samples``, unless it is there or the list is full."""
+        if len(self.bad_samples) < MOST_NAMED and key not in self.bad_samples:
+            self.bad_samples.append(key)
 
     @property
     def ok(self) -> bool:
@@ -305,6 +316,8 @@ def _count_values(part: Part, i: int, info: SegmentInfo, report: VerifyReport) -
             not_zero.add(k)
     report.non_finite += len(non_finite)
     report.all_zero += info.num_layers - len(not_zero)
+    if non_finite or len(not_zero) < info.num_layers:
+        report.name_bad(info.segment.key)
 
 
 def _check_samples(store: Store, manifest: Manifest, sound: set[str]) -> Iterator[Problem]:

@@ -60,10 +60,15 @@ def bad_request(message: str, param: str | None = None) -> Refusal:
 
 
 def refusal_of(error: HsxError, key: str) -> Refusal:
-    """Return the answer to a failed request for the sample of ``key``. Errors of the server are only logged."""
+    """Return the answer to a failed request for the sample of ``key``. Errors of the server are only logged.
+
+    The text of a store's error names the object in the store, which is not for clients.
+    """
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
     shown = printable(repr(key), 200)
-    if status < 500:
+    if isinstance(error, NotFound):
+        message = f"key {shown}: expected a stored sample, got none. Check the key, or ask the model again"
+    elif status < 500:
         message = str(bounded(error))
     else:
         log.error("hidden states not answered: key=%s error=%s: %s", shown, type(error).__name__, printable(error))

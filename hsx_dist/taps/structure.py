@@ -137,9 +137,18 @@ def _attention(found: Structure, attention: Any, i: int, hidden: int, ranks: int
         found.add(point, i, Read(qkv, "output", width, start, dim))
     for point, width in (("q_norm", q), ("k_norm", kv)):
         if isinstance(norm := getattr(attention, point, None), nn.Module):
-            found.add(point, i, Read(norm, "output", width, 0, dim))
+            _head_norm(found, norm, point, i, width, dim)
     found.add("z", i, Read(attention.attn, "output", q, 0, dim))
     found.add("attn_out", i, Read(out, "output", hidden))
+
+
+def _head_norm(found: Structure, norm: Any, point: str, i: int, width: int, dim: int) -> None:
+    """Add a norm of each head. Refuse a norm over all heads: several ranks gather its rows, which are no shards."""
+    weight = getattr(norm, "weight", None)
+    if weight is not None and tuple(weight.shape) != (dim,):
+        found.refused[point] = f"expected a norm of each head, {dim} numbers, got one of {tuple(weight.shape)}"
+    else:
+        found.add(point, i, Read(norm, "output", width, 0, dim))
 
 
 def _mlp(found: Structure, layer: nn.Module, i: int, hidden: int, ranks: int) -> None:

@@ -155,8 +155,11 @@ def test_no_run_there(command: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_verify(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert hsx("verify", run) == 0
-    assert "\nok: 1 parts, 3 samples" in capsys.readouterr().out
-    assert hsx_json(capsys, "verify", run)["ok"] is True
+    out = capsys.readouterr().out
+    assert "\nok: 1 parts, 3 samples" in out
+    assert "note: samples with such layers: a/b c\n" in out
+    found = hsx_json(capsys, "verify", run)
+    assert (found["ok"], found["bad_samples"]) == (True, ["a/b c"])
 
 
 def test_verify_names_the_part_of_a_flipped_bit(run: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def step(before, happened):
 
 
 BUSY = {"tasks": (FIRST,)}
-DRAINED = [EndReplica(flush=True), died("its node drains", blameless=True)]
+DRAINED = [EndReplica(flush=True), died("its node drains", blameless=True, drained=True)]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from hsx_dist.inputs.rows import Row
 from hsx_dist.jobs.driver import Driver
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import Limits
+from hsx_dist.observe.metrics import Increments
 from hsx_dist.observe.progress import Progress
 from hsx_dist.page import Segment
 from hsx_dist.store.local import LocalStore
@@ -267,6 +268,18 @@ def test_a_replica_whose_node_drains_gets_no_more_tasks(ledger):
 
     fleet.submit = submit
     assert len(drive(fleet, rows(100), ledger).samples) == 100
+
+
+@pytest.mark.parametrize(("drained", "deaths"), [(True, 0), (False, 1)])
+def test_a_replica_that_ends_with_its_drained_node_did_not_die(ledger, drained, deaths):
+    fleet = LossyFleet()
+    gone = ReplicaDied(0, "its node is gone", blameless=True, drained=drained)
+    fleet.start = lambda: fleet.events.extend([ReplicaReady(0), gone, ReplicaReady(1)])
+    progress = Progress(9, console=Console(file=io.StringIO()))
+    counted = Increments(progress.meter)
+    Driver(fleet, ledger._manifest, ledger, progress, task_rows=4, max_tries=3).run(iter(rows(9)))
+    assert counted.take().get(("replica_deaths", ""), 0) == deaths
+    assert len(ledger._manifest.samples) == 9
 
 
 def test_skipped_rows_are_tried_and_then_failed_refused_ones_are_not_tried_again(ledger):

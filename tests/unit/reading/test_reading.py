@@ -346,6 +346,7 @@ def test_verify_counts_non_finite_and_empty_layers() -> None:
     report = verify_run(store)
     assert report.ok
     assert (report.non_finite, report.all_zero) == (3, 3)
+    assert report.bad_samples == ["a-bfloat16", "a-float16", "a-float32"]
 
 
 @pytest.mark.slow

@@ -172,6 +172,21 @@ def test_samples_that_failed_expired_or_are_anothers_are_told_apart(tmp_path):
         assert str(tmp_path) not in told
 
 
+def test_an_object_that_is_deleted_before_it_is_read_is_not_named_as_in_the_store(tmp_path, monkeypatch):
+    store_sample(tmp_path, random_sample("k"))
+    read = states_file.StatesFile.piece
+
+    def piece(self: Any, i: int) -> Any:
+        (tmp_path / "k.safetensors").unlink(missing_ok=True)
+        return read(self, i)
+
+    monkeypatch.setattr(states_file.StatesFile, "piece", piece)
+    with client(outer_server(tmp_path)) as c:
+        told = error(c.get("/v1/hidden_states/k"), 404, "NotFound")
+    assert "key 'k'" in told
+    assert str(tmp_path) not in told
+
+
 def test_an_error_after_the_beginning_cuts_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(states_file, "PIECE_BYTES", 1)
     store_sample(tmp_path, random_sample("k", 70))

@@ -96,6 +96,12 @@ def test_norms_of_heads_are_points() -> None:
         each.self_attn.q_norm, each.self_attn.k_norm = RMSNorm(DIM), RMSNorm(DIM)
     reads = find_structure(one, HIDDEN).reads
     assert (reads["q_norm"][1].width, reads["k_norm"][1].width) == (128, 64)
+    for each in one.model.layers:  # OLMoE: over all heads, which several ranks gather
+        each.self_attn.q_norm = RMSNorm(HEADS * DIM)
+    found = find_structure(one, HIDDEN)
+    assert "q_norm" not in found.reads
+    assert "expected a norm of each head, 32 numbers, got one of (128,)" in found.refused["q_norm"]
+    assert found.has["k_norm"] == {0, 1}
 
 
 def _without(path: str) -> Callable[[Any], None]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -100,6 +101,11 @@ def test_nothing_that_a_stranger_sends_is_unpickled(server, connect, tmp_path):
     submit(connect(), "a")
     assert told(server, 1) == {"a": None}
     assert server.ended.empty()  # the end of a stranger is not the end of the engine
+
+
+def test_only_this_user_can_enter_the_sockets_folder(server):
+    folder = Path(server.address).parent.stat()
+    assert (folder.st_uid, folder.st_mode & 0o777) == (os.geteuid(), 0o700)
 
 
 def test_a_stranger_that_says_nothing_delays_nobody(server, connect):
