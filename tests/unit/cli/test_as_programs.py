@@ -57,6 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("ls", "."), 0),
         (("status", "."), 0),
         (("cat", ".", "a", "--out", "{out}/a.safetensors"), 0),
+        (("top", ".", "--once"), 0),
+        (("gc", "."), 0),
         (("report", ".", "--output", "{out}/page.html"), 2),  # matplotlib would read its settings from this folder
     ],
 )
