@@ -1,4 +1,4 @@
-"""``retain: consumed``: remove a part after every consumer has used all samples in it.
+"""``HiddenStatesDataset.retention``: remove a part after every consumer has used all samples in it.
 
 This includes samples that another part also holds, because a reader may use either copy.
 

@@ -111,7 +111,7 @@ class _ProvenPart:
                 used = is_removed(self._store, name, self._place.version)
             if used:
                 raise SampleConsumed(
-                    f"{self.url}/{name}: removed after all its consumers had used it (retain: consumed)"
+                    f"{self.url}/{name}: removed after all its consumers had used it (dataset.retention)"
                 ) from e
             raise NotFound(
                 f"{self.url}/{name}: expected the part that a receipt names, got no such object: it was deleted or "

@@ -147,7 +147,7 @@ def removing(root: SteppedStore) -> str:
 
 
 def consuming(place: Callable[[Store], Place], keys: Sequence[str]) -> Any:
-    """A consumer with ``retain: consumed``."""
+    """A consumer that removes used parts."""
 
     def main(root: SteppedStore) -> None:
         Retention(place(root)).ack(*keys)
