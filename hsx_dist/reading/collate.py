@@ -31,6 +31,12 @@ def pad(
 
     Raises:
         ConfigError: items differ in their names or layers.
+
+    Example:
+        >>> from hsx_dist.reading.collate import pad
+        >>> items = list(HiddenStatesDataset("runs/demo", layers=[15]))
+        >>> pad(items, multiple=16)["hidden_states"].shape
+        torch.Size([3, 32, 1, 576])
     """
     import torch
 
@@ -69,6 +75,12 @@ def pack(items: Sequence[Item], *, ids: str = "input_ids", length: int | None = 
 
     Raises:
         ConfigError: items differ in their names or layers.
+
+    Example:
+        >>> from hsx_dist.reading.collate import pack
+        >>> items = list(HiddenStatesDataset("runs/demo", layers=[15]))
+        >>> pack(items)["cu_seqlens"]
+        tensor([ 0, 20, 42, 66], dtype=torch.int32)
     """
     import torch
 

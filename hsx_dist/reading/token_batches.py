@@ -86,6 +86,12 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
     Raises:
         ConfigError: an argument is wrong; the run has no statistics; or, while iterating, a repeating data set has no
             token.
+
+    Example:
+        >>> dataset = HiddenStatesDataset("runs/demo", layers=[15], tokens=slice(1, None), shuffle=True)
+        >>> batches = TokenBatches(dataset, 16, buffer_tokens=64)
+        >>> next(iter(batches))["hidden_states"].shape
+        torch.Size([16, 576])
     """
 
     def __init__(
@@ -255,6 +261,11 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         ``on_error="skip"`` skips other samples than before, or seed, batch, buffer or ``keep`` changed.
 
         With ``scaling`` the state has a hash of the factors. ``merge_states`` drops it.
+
+        Example:
+            >>> state = batches.state_dict()
+            >>> state["batches"]
+            1
         """
         if self._state is not None:
             return self._state
@@ -270,6 +281,10 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         Raises:
             ConfigError, RunMismatch: as ``HiddenStatesDataset.load_state_dict``; or a member is damaged; or ``scaling``
                 or the run's statistics are other ones than when the state was taken.
+
+        Example:
+            >>> batches.load_state_dict(state)
+            >>> second = next(iter(batches))
         """
         check_state(state, _MEMBERS)
         if "dataset" not in state:

@@ -36,7 +36,17 @@ _SIGN = {"bfloat16": 0x8000, "float16": 0x8000, "float32": 0x80000000}
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error found in a part, receipt or statistics object. ``part`` names it; ``""`` is the run itself."""
+    """An error found in a part, receipt or statistics object.
+
+    Attributes:
+        part: the object's name. ``""`` is the run itself.
+        message: the error.
+
+    Example:
+        >>> from hsx_dist.reading import Problem
+        >>> Problem("data/part-0001-w-000001.safetensors", "missing").part
+        'data/part-0001-w-000001.safetensors'
+    """
 
     part: str
     message: str
@@ -51,6 +61,11 @@ class VerifyReport:
 
     ``non_finite`` and ``all_zero`` are not problems. They count layers of segments with a NaN or an infinity, and
     layers with only zeros.
+
+    Example:
+        >>> from hsx_dist.reading import VerifyReport
+        >>> VerifyReport(parts=2, samples=8).ok
+        True
     """
 
     parts: int = 0
@@ -63,12 +78,20 @@ class VerifyReport:
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, other: VerifyReport) -> None:
-        """Add the counts of another report."""
+        """Add the counts of another report.
+
+        Example:
+            >>> report = VerifyReport(parts=2)
+            >>> report.add(VerifyReport(parts=3))
+            >>> report.parts
+            5
+        """
         for name in ("parts", "known", "consumed", *_TALLIED):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
     def ok(self) -> bool:
+        """Whether no problem was found."""
         return not self.problems
 
 
@@ -84,6 +107,7 @@ def verify_run(
     """Read and check a run. Memory: a block of 8 MiB and a chunk for each of ``workers`` threads.
 
     Args:
+        root: the store at the run's path.
         on_part: called after each part with its problems.
         sample: share of the parts to check, chosen by ``seed``. The manifest and its counts are always checked.
         resume: a file that records sound parts. Parts recorded there are not read again, even if they have changed
@@ -93,6 +117,12 @@ def verify_run(
         RunError: there is no run, or it was removed during the check.
         StoreError: the store failed. A missing part is a problem, not an error.
         ConfigError: an argument is wrong.
+
+    Example:
+        >>> from hsx_dist.reading import verify_run
+        >>> from hsx_dist.store import open_store
+        >>> verify_run(open_store("runs/demo")).ok
+        True
     """
     if not 0 < sample <= 1:
         raise ConfigError(f"sample: expected a share of more than 0 and at most 1, such as 0.1, got {sample:g}")

@@ -22,6 +22,7 @@ RUN_BY = {
     "docs/format.md": "tests/unit/format/test_golden.py",
     "docs/receipts.md": "tests/unit/format/test_receipts_page.py",
     "docs/guides/serving.md": "tests/integration/test_serving.py",
+    "docs/reference.md": "tests/unit/test_reference.py",
     "docs/extending.md": "tests/unit/exporting/test_exporters.py",
     "docs/guides/training.md": "tests/unit/test_guides.py",
     "docs/guides/sparse-autoencoders.md": "tests/unit/test_guides.py",
