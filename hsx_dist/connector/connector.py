@@ -82,7 +82,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
               --speculative-config '{"method": "extract_hidden_states", "num_speculative_tokens": 1,
                   "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 15, 27]}}}' \\
               --kv-transfer-config '{"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer",
-                  "kv_connector_extra_config": {"shared_storage_path": "s3://bucket/states", "hsx": {"codec": "split"}}}'
+                  "kv_connector_extra_config": {"shared_storage_path": "s3://bucket/states"}}'
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):

@@ -129,12 +129,15 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         threads: number of threads that fetch and decode.
         cache_dir, cache_bytes: cache fetched bytes on a local disk, up to this size. Processes may share the folder.
         repeat: start the next epoch when one ends, forever.
-        follow: yield samples as they are proven, until the run is complete. ``follow_options``: see ``Follower``.
+        follow: yield samples as they are proven, until the run is complete. ``follow_options``: ``poll_seconds`` (1),
+            ``discover_seconds`` (10; between searches for new writers) and ``stalled_seconds`` (120) as in ``Follower``.
         framework: ``torch``, ``numpy`` (bf16 as float32), or ``auto``: torch if it is installed.
+        storage_options: options for fsspec.
 
     Raises:
         ConfigError: an argument is wrong, or a layer is not in the run.
         RunError, StoreError: as ``open_run``.
+        RunStalled: with ``follow``, the run had no driver for ``stalled_seconds``.
         FormatError, NotFound: while iterating, a part is corrupt or missing.
 
     With ``repeat``, iterating also raises ConfigError for fewer samples than shards, and FormatError if all samples of

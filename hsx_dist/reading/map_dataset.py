@@ -29,10 +29,10 @@ class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
 
     Example:
         >>> by_place = HiddenStatesMapDataset("runs/demo", layers=[15], max_tokens=8)
-        >>> by_place[0]["hidden_states"].shape, by_place[0]["key"] == by_place.keys()[0]
-        (torch.Size([8, 1, 576]), True)
-        >>> by_place.lengths
-        array([8, 8, 8])
+        >>> by_place[0]["hidden_states"].shape
+        torch.Size([8, 1, 576])
+        >>> by_place.keys() == by_place.run.keys(), by_place.lengths.tolist()
+        (True, [8, 8, 8])
     """
 
     def __init__(

@@ -138,6 +138,8 @@ class Run:
         >>> run = open_run("runs/demo")
         >>> run.complete, run.layer_ids, run.info["meaning"]["model"]
         (True, (2, 15, 27, 30), 'builtin:smollm2-135m-instruct')
+        >>> run.url, len(run.id), run.version
+        ('...runs/demo', 16, 2)
         >>> len(run.keys()), len(run.refused), len(run.failed)  # rows with a sample, and rows without
         (3, 0, 0)
         >>> print(run.fate_of(run.at(0).key), run.layers_of("hidden_states"))

@@ -45,8 +45,10 @@ class Sample:
         >>> sample = open_run("runs/demo").at(0)
         >>> sample.layer_ids, sample.hidden_size, sample.dtype
         ((2, 15, 27, 30), 576, 'bfloat16')
-        >>> list(sample.points), sample.loss, sample.metadata
-        (['hidden_states'], {}, {})
+        >>> list(sample.points), sample.loss, sample.meta, sample.metadata
+        (['hidden_states'], {}, {}, {})
+        >>> sample.uri, sample.chunk_tokens, sample.about["model"]
+        ('...runs/demo/...safetensors', 16, 'builtin:smollm2-135m-instruct')
     """
 
     def __init__(self, key: str, segments: Sequence[SegmentProof], open_part: Callable[[str], Part], url: str):
@@ -301,9 +303,12 @@ class Sample:
     def load_carrier(
         self, layers: Sequence[int] | None = None, tokens: Tokens | None = None, point: str = HIDDEN_STATES
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """States as their bits (unsigned integers of the dtype's width, ``[n, L, width]``), and token ids int64 ``[n]``.
+        """States as their bits, without conversion: numpy arrays also of bf16.
 
         Arguments and errors: as ``load``, for one ``point``.
+
+        Returns:
+            Unsigned integers of the dtype's width ``[n, L, width]``, and token ids int64 ``[n]``.
 
         Example:
             >>> bits, token_ids = sample.load_carrier([15], tokens=(0, 8))

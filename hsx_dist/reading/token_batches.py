@@ -76,6 +76,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         buffer_tokens: number of tokens that are mixed at once, rounded up to whole batches. Memory holds these and one
             refill.
         keep: the fraction of the buffer that stays for later rounds. With 0 a round yields the whole buffer.
+        seed: seed for mixing.
         only_loss: use only tokens whose ``loss_mask`` is set.
         exclude_ids: drop tokens with these ids, such as a tokenizer's ``all_special_ids``.
         scaling: scale by the statistics that ``hsx stats`` stored with the run. ``norm``: one factor for each layer

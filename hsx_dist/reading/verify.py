@@ -113,9 +113,12 @@ def verify_run(
         resume: a file that records sound parts. Parts recorded there are not read again, even if they have changed
             since.
 
+    Returns:
+        The counts and problems. A damaged or missing object is a problem, not an error.
+
     Raises:
         RunError: there is no run, or it was removed during the check.
-        StoreError: the store failed. A missing part is a problem, not an error.
+        StoreError: the store failed.
         ConfigError: an argument is wrong.
 
     Example:

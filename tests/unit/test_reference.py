@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import hsx_dist
+from hsx_dist import errors
 from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.exporting import export
 from hsx_dist.format import codecs
@@ -31,7 +31,7 @@ from tests.harness.snippets import snippets
 ROOT = Path(hsx_dist.__file__).parents[1]
 PAGE = ROOT / "docs" / "reference.md"
 _DIRECTIVE = re.compile(r"^\.\. auto(?:function|class):: (?P<name>[\w.]+).*\n(?P<options>(?:   :.*\n)*)", re.MULTILINE)
-_SHELL = re.compile(r"^\.\. code-block:: sh\n\n(?P<text>(?:^    .*\n?)+)", re.MULTILINE)
+_SHELL = re.compile(r"^    \.\. code-block:: sh\n\n(?P<text>(?:^ {8}.*\n?)+)", re.MULTILINE)
 #: Importing these takes seconds: their docstrings are read from the source.
 _NOT_IMPORTED = ("hsx_dist.connector.connector.",)
 
@@ -68,7 +68,7 @@ class Entry:
             if inspect.isroutine(member) or isinstance(member, property)
             if name == special or not name.startswith("_")
             if name in chosen or (not chosen and name not in left_out)
-            if inspect.getdoc(member) or not any(inspect.getdoc(getattr(base, name, None)) for base in kind.__mro__[1:])
+            if member.__doc__ or not any(name in vars(base) for base in kind.__mro__[1:])
         }
 
 
@@ -86,6 +86,11 @@ def is_error(entry: Entry) -> bool:
 EXAMPLES = [entry for entry in entries() if not is_error(entry)]
 
 
+def shell(docstring: str) -> list[str]:
+    """The command lines of an example."""
+    return [m["text"] for m in _SHELL.finditer(docstring)]
+
+
 def examples(docstring: str) -> list[doctest.Example]:
     return doctest.DocTestParser().get_examples(docstring)
 
@@ -96,17 +101,18 @@ def test_every_function_and_class_has_an_example_that_uses_its_members(entry: En
     assert all(members.values()), "expected a docstring of every member that is public, or exclude-members"
     own = examples(entry.docstring)
     assert "\nExample:\n" in entry.docstring
-    assert own or _SHELL.search(entry.docstring)
-    code = "\n".join(example.source for docstring in (entry.docstring, *members.values()) for example in examples(docstring))
+    assert own or shell(entry.docstring)
+    docstrings = (entry.docstring, *members.values())
+    code = "\n".join(example.source for docstring in docstrings for example in examples(docstring))
     used = {node.attr for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)}
     lacking = [name for name, docstring in members.items() if name not in used and not examples(docstring)]
     assert lacking == []
 
 
 def test_every_error_says_when_it_is_raised() -> None:
-    errors = [pkgutil.resolve_name(entry.name) for entry in entries() if is_error(entry)]
-    errors += [kind for kind in vars(hsx_dist.errors).values() if isinstance(kind, type)]
-    assert all(issubclass(kind, Exception) and kind.__doc__ for kind in errors)
+    kinds = [pkgutil.resolve_name(entry.name) for entry in entries() if is_error(entry)]
+    kinds += [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert all(issubclass(kind, Exception) and kind.__doc__ for kind in kinds)
     assert "automodule:: hsx_dist.errors" in PAGE.read_text()
 
 
@@ -183,15 +189,10 @@ def test_the_examples_run(entry: Entry, begin: dict[str, Any]) -> None:
         run(f"{entry.name} {name}", docstring, names)
 
 
-def commands() -> list[tuple[str, str]]:
-    return [(entry.name, m["text"]) for entry in EXAMPLES for m in _SHELL.finditer(dedented(entry.docstring))]
+COMMANDS = [(entry.name, command) for entry in EXAMPLES for command in shell(entry.docstring)]
 
 
-def dedented(docstring: str) -> str:
-    return docstring.replace("\n    ", "\n")
-
-
-@pytest.mark.parametrize(("name", "command"), commands(), ids=[name for name, _ in commands()])
+@pytest.mark.parametrize(("name", "command"), COMMANDS, ids=[name for name, _ in COMMANDS])
 def test_the_servers_arguments_are_valid(name: str, command: str) -> None:
     """``tests/integration/test_serving.py`` starts a server with them."""
     program, verb, model, *words = shlex.split(command.replace("\\\n", " "))
