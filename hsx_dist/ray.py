@@ -147,8 +147,7 @@ def read_hidden_states(
 
     Example:
         >>> from hsx_dist.ray import read_hidden_states
-        >>> read_hidden_states("runs/demo", layers=[15], override_num_blocks=2).count()  # doctest: +SKIP
-        3
+        >>> states = read_hidden_states("s3://bucket/run", layers=[15], override_num_blocks=8)  # doctest: +SKIP
     """
     wrong = sorted({"follow", "repeat", "shuffle", "rank", "world_size", "framework"} & set(options))
     if wrong:
@@ -195,7 +194,7 @@ def export(
 
     Example:
         >>> from hsx_dist.ray import export
-        >>> export("runs/demo", "vllm", "exports/ray", shards=2).finished  # doctest: +SKIP
+        >>> export("s3://bucket/run", "vllm", "/mnt/shared/states", shards=8).finished  # doctest: +SKIP
         True
     """
     run = open_run(url, storage_options=sendable(storage_options, "storage_options"))

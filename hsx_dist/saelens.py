@@ -27,7 +27,8 @@ class DataProvider(Iterator[Any]):
 
     Example:
         >>> from hsx_dist.saelens import data_provider
-        >>> provider = data_provider("runs/demo", ["blocks.2.hook_resid_pre", "blocks.14.hook_resid_post"], 16)
+        >>> hooks = ["blocks.2.hook_resid_pre", "blocks.14.hook_resid_post"]
+        >>> provider = data_provider("runs/demo", hooks, batch_tokens=16, buffer_tokens=64)
         >>> {hook: rows.shape for hook, rows in next(provider).items()}
         {'blocks.2.hook_resid_pre': torch.Size([16, 576]), 'blocks.14.hook_resid_post': torch.Size([16, 576])}
     """
@@ -89,7 +90,8 @@ def data_provider(
 
     Example:
         >>> from hsx_dist.saelens import data_provider
-        >>> batch = next(data_provider("runs/demo", "blocks.15.hook_resid_pre", batch_tokens=16))
+        >>> batches = data_provider("runs/demo", "blocks.15.hook_resid_pre", batch_tokens=16, buffer_tokens=64)
+        >>> batch = next(batches)
         >>> batch.shape, batch.dtype
         (torch.Size([16, 576]), torch.float32)
     """

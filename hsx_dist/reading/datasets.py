@@ -130,7 +130,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         cache_dir, cache_bytes: cache fetched bytes on a local disk, up to this size. Processes may share the folder.
         repeat: start the next epoch when one ends, forever.
         follow: yield samples as they are proven, until the run is complete. ``follow_options``: ``poll_seconds`` (1),
-            ``discover_seconds`` (10; between searches for new writers) and ``stalled_seconds`` (120) as in ``Follower``.
+            ``discover_seconds`` (10, between searches for new writers) and ``stalled_seconds`` (120).
         framework: ``torch``, ``numpy`` (bf16 as float32), or ``auto``: torch if it is installed.
         storage_options: options for fsspec.
 

@@ -30,8 +30,8 @@ class Selection(Sequence[Sample]):
 
     Example:
         >>> selection = run.select(max_tokens=2048)
-        >>> selection[0].num_tokens == selection.lengths[0]
-        True
+        >>> selection[0].num_tokens, selection.lengths.tolist()
+        (20, [20, 22, 24])
     """
 
     def __init__(self, run: Run, index: Index, places: np.ndarray[Any, Any]):

@@ -225,5 +225,5 @@ def test_a_wrong_call_in_an_example_that_does_not_run_is_found(source: str, erro
 
 
 def test_a_wrong_result_in_an_example_is_found() -> None:
-    with pytest.raises(AssertionError, match="Expected:\n    3\nGot:\n    2"):
+    with pytest.raises(AssertionError, match=r"Expected:\s+3\s+Got:\s+2"):
         run("f", "Add.\n\n    >>> 1 + 1\n    3\n", {})
