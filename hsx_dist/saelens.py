@@ -138,7 +138,9 @@ def _rows(batch: Mapping[str, Any], point: str, layer: int, layers: Sequence[int
 def sae_config(run: Run | str, hook: str) -> dict[str, Any]:
     """Return the run's facts for an SAE: ``d_in``, and ``metadata`` for ``SAEMetadata(**…)``.
 
-    ``run``: an open run, its path or URL.
+    Args:
+        run: an open run, its path or URL.
+        hook: a name of SAELens, such as ``blocks.14.hook_resid_post``.
 
     Raises:
         ConfigError: the hook is no point, or the run's samples lack it.

@@ -85,7 +85,7 @@ class Exporter(Protocol):
 
     #: Names of the points that the exporter reads instead of hidden states.
     points: tuple[str, ...] | None = None
-    #: The layers that it reads of each sample, in this order: vLLM's ids, for points the decoder layers.
+    #: vLLM's ids of the layers that it reads of each sample, in this order. For points the decoder layers.
     layers: tuple[int, ...]
     #: Whether rows of a selection of tokens are useful. If not, samples with a selection are refused.
     rows_alone: bool = False

@@ -104,6 +104,7 @@ def export_run(
 
     Args:
         to: name of an exporter, such as ``vllm``, ``speculators`` or ``saelens``. ``hsx export --help`` lists them.
+        options: options of the exporter.
         shard, shards: ``shards`` processes may share the work: each writes every ``shards``-th file.
         finish: if all files are complete, also write the files for the whole data set.
         prefetch_bytes: as for ``HiddenStatesDataset``.

@@ -23,7 +23,7 @@ def pad(
     Args:
         ids: the name of the token ids.
         multiple: round S up to a multiple of this number.
-        length: S. Longer items are cut.
+        length: S itself. Longer items are cut.
         pad_id: id for padding.
 
     Returns:
@@ -66,7 +66,7 @@ def pack(items: Sequence[Item], *, ids: str = "input_ids", length: int | None = 
         length: the row's length. Longer rows are cut, shorter ones padded with zeros (as in speculators and SpecForge).
 
     Returns:
-        The items' arrays by name, and:
+        The items' arrays by name, and four more.
 
         - ``position_ids``: int64 ``[1, S]``, from 0 in each item.
         - ``document_ids``: int64 ``[1, S]``, the number of the item; -1 at padding.

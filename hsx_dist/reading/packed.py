@@ -40,8 +40,8 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
 
     Args:
         dataset: its items are the documents. Its ``tokens`` and ``max_tokens`` cut them.
-        contexts: B. The last batch of an epoch may have fewer; ``drop_last`` drops that batch.
-        context_tokens: S.
+        contexts: B, the rows of a batch. The last batch of an epoch may have fewer; ``drop_last`` drops that batch.
+        context_tokens: S, the tokens of a row.
 
     Raises:
         ConfigError: an argument is wrong; or, while iterating, an item's rows differ from earlier ones in dtype or

@@ -43,7 +43,7 @@ def open_run(path: str, *, storage_options: Mapping[str, Any] | None = None) -> 
         storage_options: options for fsspec.
 
     Returns:
-        The run. It can be pickled, and it works in a forked process: each process opens the store again.
+        The run. It can be pickled, and it works in a forked process. Each process opens the store again.
 
     Raises:
         RunError: there is no run at ``path``.
@@ -160,7 +160,7 @@ class Run:
         self._wrapped: tuple[Store, Store] | None = None
         self._pid = os.getpid()
         self._parts = _Parts()
-        #: ``run.json``: the settings of the run.
+        #: The run's settings, from ``run.json``.
         self.info: dict[str, Any] = self._place.info
         self._reader = ManifestReader()
         self._index: Index | None = None
@@ -218,7 +218,7 @@ class Run:
 
     @property
     def version(self) -> int:
-        """Version of the run's state: 1 or 2."""
+        """Version of the run's state, 1 or 2."""
         return self._place.version
 
     @property

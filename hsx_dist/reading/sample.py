@@ -35,11 +35,11 @@ Layers = Sequence[int] | Mapping[str, Sequence[int]]
 class Sample:
     """One request's hidden states, or other points of the model, and its token ids. Fetches data only on access.
 
-    ``Run`` makes samples. T: its number of tokens, L: of layers, H: the hidden size.
+    ``Run`` makes samples. L is the number of layers, H the hidden size.
 
     Attributes:
         key: the sample's key.
-        num_tokens: T.
+        num_tokens: number of its tokens, T.
 
     Example:
         >>> sample = open_run("runs/demo").at(0)
@@ -97,7 +97,7 @@ class Sample:
 
     @property
     def dtype(self) -> str:
-        """Dtype of the hidden states: ``bfloat16``, ``float16`` or ``float32``."""
+        """``bfloat16``, ``float16`` or ``float32``, the dtype of the hidden states."""
         return self._hidden.dtype
 
     @property
@@ -112,7 +112,7 @@ class Sample:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The object's record of its origin: model, revision, versions, …"""
+        """The object's record of its origin, such as model, revision and versions."""
         return self._open(self._segments[0].part).about
 
     @property
@@ -199,10 +199,10 @@ class Sample:
             empty: ``empty(shape, dtype)`` returns the memory for the states, a carrier array. Default: new memory.
 
         Returns:
-            Without ``points``: ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64
-            ``[L]``, ``key``, ``meta``. A sample with a mask adds ``loss_mask`` int64 ``[n]``, 0 or 1.
+            ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``,
+            ``meta``. A sample with a mask adds ``loss_mask`` int64 ``[n]``, 0 or 1.
 
-            With ``points``: ``points`` replaces ``hidden_states`` and maps each name to ``[n, L, heads, dim]`` if its
+            With the argument ``points``, the member ``points`` replaces ``hidden_states`` and maps each name to ``[n, L, heads, dim]`` if its
             rows consist of heads, else ``[n, L, width]``. ``layer_ids`` maps each name to int64 ``[L]``.
 
         Raises:

@@ -72,7 +72,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
     Args:
         dataset: ``shuffle=True`` spreads the tokens of a sample over several buffers. ``tokens=slice(1, None)`` drops
             the first token of each sample, whose norm differs from all others in many models.
-        batch_tokens: B. The last batch of an epoch may be smaller; ``drop_last`` drops it.
+        batch_tokens: B, the tokens of a batch. The last batch of an epoch may be smaller; ``drop_last`` drops it.
         buffer_tokens: number of tokens that are mixed at once, rounded up to whole batches. Memory holds these and one
             refill.
         keep: the fraction of the buffer that stays for later rounds. With 0 a round yields the whole buffer.

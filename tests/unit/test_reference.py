@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sphinx.ext.napoleon import GoogleDocstring
 
 import hsx_dist
 from hsx_dist import errors
@@ -30,7 +31,7 @@ from tests.harness.snippets import snippets
 
 ROOT = Path(hsx_dist.__file__).parents[1]
 PAGE = ROOT / "docs" / "reference.md"
-_DIRECTIVE = re.compile(r"^\.\. auto(?:function|class):: (?P<name>[\w.]+).*\n(?P<options>(?:   :.*\n)*)", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^\.\. auto(?:function|class|module):: (?P<name>[\w.]+).*\n(?P<options>(?:   :.*\n)*)", re.MULTILINE)
 _SHELL = re.compile(r"^    \.\. code-block:: sh\n\n(?P<text>(?:^ {8}.*\n?)+)", re.MULTILINE)
 #: Importing these takes seconds: their docstrings are read from the source.
 _NOT_IMPORTED = ("hsx_dist.connector.connector.",)
@@ -113,7 +114,37 @@ def test_every_error_says_when_it_is_raised() -> None:
     kinds = [pkgutil.resolve_name(entry.name) for entry in entries() if is_error(entry)]
     kinds += [kind for kind in vars(errors).values() if isinstance(kind, type)]
     assert all(issubclass(kind, Exception) and kind.__doc__ for kind in kinds)
-    assert "automodule:: hsx_dist.errors" in PAGE.read_text()
+    assert "hsx_dist.errors" in [entry.name for entry in entries()]
+
+
+def rendered(docstring: str, kind: str) -> str:
+    """The docstring as Sphinx's napoleon writes it. ``kind``: ``property``, or any other kind of object."""
+    return str(GoogleDocstring(docstring, what=kind, name="name"))
+
+
+def misread(text: str) -> list[str]:
+    """Lines of napoleon's in which it took the text before a colon for a type, or ``B.`` for the number of a list."""
+    return re.findall(r"^:r?type:.*|^:param \w+:\s+[A-Z]\.\s", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
+def test_sphinx_reads_no_sentence_as_a_type(entry: Entry) -> None:
+    assert misread(rendered(entry.docstring, "class")) == []
+    for name, docstring in entry.members().items():
+        member = vars(pkgutil.resolve_name(entry.name))[name]
+        assert misread(rendered(docstring, "property" if isinstance(member, property) else "method")) == [], name
+
+
+@pytest.mark.parametrize(
+    ("docstring", "kind"),
+    [
+        ("Version: 1 or 2.", "property"),
+        ("Read.\n\nReturns:\n    The run. It can be pickled: it is small.", "function"),
+        ("Read.\n\nArgs:\n    tokens: B. The last batch may be smaller.", "function"),
+    ],
+)
+def test_a_sentence_that_sphinx_misreads_is_found(docstring: str, kind: str) -> None:
+    assert len(misread(rendered(docstring, kind))) == 1
 
 
 # -- the examples --------------------------------------------------------------------------------------------------
