@@ -202,8 +202,9 @@ class Sample:
             ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``,
             ``meta``. A sample with a mask adds ``loss_mask`` int64 ``[n]``, 0 or 1.
 
-            With the argument ``points``, the member ``points`` replaces ``hidden_states`` and maps each name to ``[n, L, heads, dim]`` if its
-            rows consist of heads, else ``[n, L, width]``. ``layer_ids`` maps each name to int64 ``[L]``.
+            With the argument ``points``, the member ``points`` replaces ``hidden_states``. It maps each name to
+            ``[n, L, heads, dim]`` if its rows consist of heads, else ``[n, L, width]``. ``layer_ids`` maps each name to
+            int64 ``[L]``.
 
         Raises:
             ConfigError: there is no such point or layer, or ``tokens`` is not a range.

@@ -20,7 +20,7 @@ from sphinx.ext.napoleon import GoogleDocstring
 import hsx_dist
 from hsx_dist import errors
 from hsx_dist.connector.connector_config import read_connector_config
-from hsx_dist.exporting import export
+from hsx_dist.exporting import SampleLeftOut, export
 from hsx_dist.format import codecs
 from hsx_dist.models.builtin import SMOLLM2
 from hsx_dist.store import open_store
@@ -31,7 +31,7 @@ from tests.harness.snippets import snippets
 
 ROOT = Path(hsx_dist.__file__).parents[1]
 PAGE = ROOT / "docs" / "reference.md"
-_DIRECTIVE = re.compile(r"^\.\. auto(?:function|class|module):: (?P<name>[\w.]+).*\n(?P<options>(?:   :.*\n)*)", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^\.\. auto[a-z]+:: (?P<name>[\w.]+).*\n(?P<options>(?:   :.*\n)*)", re.MULTILINE)
 _SHELL = re.compile(r"^    \.\. code-block:: sh\n\n(?P<text>(?:^ {8}.*\n?)+)", re.MULTILINE)
 #: Importing these takes seconds: their docstrings are read from the source.
 _NOT_IMPORTED = ("hsx_dist.connector.connector.",)
@@ -80,16 +80,22 @@ def entries() -> list[Entry]:
     ]
 
 
-def is_error(entry: Entry) -> bool:
-    return entry.name.endswith(".SampleLeftOut")
-
-
-EXAMPLES = [entry for entry in entries() if not is_error(entry)]
+#: Shown by the directive for their module.
+ERRORS = {kind for kind in vars(errors).values() if isinstance(kind, type)}
+#: ``SampleLeftOut`` is an error, too.
+EXAMPLES = [entry for entry in entries() if not entry.name.endswith(".SampleLeftOut")]
 
 
 def shell(docstring: str) -> list[str]:
     """The command lines of an example."""
     return [m["text"] for m in _SHELL.finditer(docstring)]
+
+
+@pytest.mark.parametrize("package", ["hsx_dist", "hsx_dist.reading", "hsx_dist.exporting", "hsx_dist.serving"])
+def test_the_page_has_every_public_name(package: str) -> None:
+    shown = {pkgutil.resolve_name(entry.name) for entry in entries() if not entry.name.startswith(_NOT_IMPORTED)}
+    public = {name for name in pkgutil.resolve_name(package).__all__ if name != "__version__"}
+    assert [name for name in public if pkgutil.resolve_name(f"{package}.{name}") not in shown | ERRORS] == []
 
 
 def examples(docstring: str) -> list[doctest.Example]:
@@ -111,10 +117,8 @@ def test_every_function_and_class_has_an_example_that_uses_its_members(entry: En
 
 
 def test_every_error_says_when_it_is_raised() -> None:
-    kinds = [pkgutil.resolve_name(entry.name) for entry in entries() if is_error(entry)]
-    kinds += [kind for kind in vars(errors).values() if isinstance(kind, type)]
-    assert all(issubclass(kind, Exception) and kind.__doc__ for kind in kinds)
-    assert "hsx_dist.errors" in [entry.name for entry in entries()]
+    assert errors in [pkgutil.resolve_name(entry.name) for entry in EXAMPLES if entry.name.endswith(".errors")]
+    assert all(issubclass(kind, Exception) and vars(kind)["__doc__"] for kind in {*ERRORS, SampleLeftOut})
 
 
 def rendered(docstring: str, kind: str) -> str:
