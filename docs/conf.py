@@ -30,10 +30,14 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"
+autodoc_typehints_description_target = "documented_params"
+# Importing them takes seconds, and the docs need no more than the names of their base classes.
+autodoc_mock_imports = ["ray", "vllm"]
 autodoc_default_options = {"members": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+
+copybutton_exclude = ".linenos, .gp, .go"  # copy the code of an example without its prompts and results
 
 html_theme = "furo"
 html_title = f"hsx_dist {version}"

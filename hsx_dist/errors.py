@@ -7,6 +7,13 @@
 - ``EngineError``: vLLM failed.
 
 All errors can be pickled, since Ray passes them between processes.
+
+Example:
+    >>> try:
+    ...     load_hidden_states("runs/demo", "absent", wait=0.01)
+    ... except SampleNotFound as error:
+    ...     print(str(error).partition(": ")[2])
+    no sample 'absent': the run is complete, with 3 samples, and none has this key. List keys with Run.keys or hsx ls
 """
 
 from __future__ import annotations

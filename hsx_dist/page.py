@@ -42,6 +42,13 @@ def object_name(key: str) -> str:
     ASCII letters, digits, ``_``, ``-`` and a ``.`` that is not the first character are kept. Every other character
     becomes the ``%XX`` of its UTF-8 bytes. So no key can leave its folder, and no two keys share a name. A name of more
     than 128 characters is cut, and ends in ``~`` and 32 hex digits of the key's SHA-256.
+
+    Raises:
+        ValueError: the key is empty.
+
+    Example:
+        >>> object_name("chat/7")
+        'chat%2F7'
     """
     if not key:
         raise ValueError("a sample key must not be empty")
@@ -67,6 +74,10 @@ def sample_key(key: str, *, prompt: int = 0, choice: int = 0) -> str:
     Returns:
         ``key`` for the first; ``-p1``, ``-p2``, … is appended for a later prompt, and after that ``-n1``, … for a
         later choice.
+
+    Example:
+        >>> sample_key("chat-7", prompt=1, choice=2)
+        'chat-7-p1-n2'
     """
     return f"{key}{f'-p{prompt}' if prompt else ''}{f'-n{choice}' if choice else ''}"
 

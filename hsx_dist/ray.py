@@ -144,6 +144,10 @@ def read_hidden_states(
     Raises:
         ConfigError: an option is not allowed here; the first sample lacks a point or layer.
         RunError, StoreError: see ``open_run``.
+
+    Example:
+        >>> from hsx_dist.ray import read_hidden_states
+        >>> states = read_hidden_states("s3://bucket/run", layers=[15], override_num_blocks=8)  # doctest: +SKIP
     """
     wrong = sorted({"follow", "repeat", "shuffle", "rank", "world_size", "framework"} & set(options))
     if wrong:
@@ -177,9 +181,21 @@ def export(
     shards: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ExportReport:
-    """Run ``export_run`` in ``shards`` Ray tasks of one CPU each. ``dest``: a folder that all nodes share.
+    """Run ``export_run`` in Ray tasks of one CPU each.
 
     Resumes an interrupted export. The files for the whole data set are written at the end, by this process.
+
+    Args:
+        url: the run's path or URL, which all nodes can read.
+        dest: a folder that all nodes share.
+        shards: number of tasks. ``None``: the cluster's number of CPUs.
+
+    Other arguments and errors: as ``export_run``.
+
+    Example:
+        >>> from hsx_dist.ray import export
+        >>> export("s3://bucket/run", "vllm", "/mnt/shared/states", shards=8).finished  # doctest: +SKIP
+        True
     """
     run = open_run(url, storage_options=sendable(storage_options, "storage_options"))
     exporter_of(to)(run, options or ExportOptions())  # raises for wrong options here, not in a task

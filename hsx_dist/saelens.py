@@ -23,7 +23,15 @@ from hsx_dist.reading.token_batches import TokenBatches
 
 
 class DataProvider(Iterator[Any]):
-    """What ``data_provider`` returns: batches of a ``TokenBatches`` by hook names, and their position."""
+    """The iterator that ``data_provider`` returns: batches of a ``TokenBatches`` by hook names, and their position.
+
+    Example:
+        >>> from hsx_dist.saelens import data_provider
+        >>> hooks = ["blocks.2.hook_resid_pre", "blocks.14.hook_resid_post"]
+        >>> provider = data_provider("runs/demo", hooks, batch_tokens=16, buffer_tokens=64)
+        >>> {hook: rows.shape for hook, rows in next(provider).items()}
+        {'blocks.2.hook_resid_pre': torch.Size([16, 576]), 'blocks.14.hook_resid_post': torch.Size([16, 576])}
+    """
 
     def __init__(
         self, batches: TokenBatches, hook: str | None, places: Mapping[str, tuple[str, int]], layers: Sequence[int]
@@ -40,11 +48,19 @@ class DataProvider(Iterator[Any]):
         return {name: _rows(batch, *place, self._layers) for name, place in self._places.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Position after the last batch; JSON types. As ``TokenBatches.state_dict``."""
+        """Position after the last batch; JSON types. As ``TokenBatches.state_dict``.
+
+        Example:
+            >>> state = provider.state_dict()
+        """
         return self._batches.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next batch the one after ``state``. Raises as ``TokenBatches.load_state_dict``."""
+        """Make the next batch the one after ``state``. Raises as ``TokenBatches.load_state_dict``.
+
+        Example:
+            >>> provider.load_state_dict(state)
+        """
         self._batches.load_state_dict(state)
         self._iterator = None
 
@@ -70,6 +86,14 @@ def data_provider(
 
     Raises:
         ConfigError: a hook is no point, or not in the run; the points of the hooks have different layers.
+        RunError, StoreError: as ``open_run``.
+
+    Example:
+        >>> from hsx_dist.saelens import data_provider
+        >>> batches = data_provider("runs/demo", "blocks.15.hook_resid_pre", batch_tokens=16, buffer_tokens=64)
+        >>> batch = next(batches)
+        >>> batch.shape, batch.dtype
+        (torch.Size([16, 576]), torch.float32)
     """
     import torch
 
@@ -114,10 +138,18 @@ def _rows(batch: Mapping[str, Any], point: str, layer: int, layers: Sequence[int
 def sae_config(run: Run | str, hook: str) -> dict[str, Any]:
     """Return the run's facts for an SAE: ``d_in``, and ``metadata`` for ``SAEMetadata(**…)``.
 
-    ``run``: an open run, its path or URL.
+    Args:
+        run: an open run, its path or URL.
+        hook: a name of SAELens, such as ``blocks.14.hook_resid_post``.
 
     Raises:
         ConfigError: the hook is no point, or the run's samples lack it.
+        RunError, StoreError: as ``open_run``.
+
+    Example:
+        >>> from hsx_dist.saelens import sae_config
+        >>> sae_config("runs/demo", "blocks.14.hook_resid_post")["d_in"]
+        576
     """
     point, layer = point_of_hook(hook)
     run = open_run(run) if isinstance(run, str) else run

@@ -154,9 +154,9 @@ def source_texts(source: str) -> Iterator[Text]:
 
 
 def docstring_texts(docstring: str, line: int) -> Iterator[Text]:
-    """Paragraphs, list items and entries of ``Args:``. Indented blocks outside of a section are code."""
+    """Paragraphs, list items and entries of ``Args:``. Indented blocks outside of a section, and ``>>>``, are code."""
     block: list[str] = []
-    begin, in_section, after_blank = line, False, True
+    begin, in_section, after_blank, example = line, False, True, False
 
     def taken() -> Iterator[Text]:
         if block:
@@ -164,6 +164,7 @@ def docstring_texts(docstring: str, line: int) -> Iterator[Text]:
 
     for number, raw in enumerate(docstring.splitlines(), line):
         indented = raw.startswith("    ")
+        example = raw.strip().startswith(">>>") or (example and bool(raw.strip()))
         if not raw.strip() or _SECTION.match(raw) or _ENTRY.match(raw):
             yield from taken()
             block = []
@@ -172,7 +173,7 @@ def docstring_texts(docstring: str, line: int) -> Iterator[Text]:
         elif raw.strip():
             in_section = in_section and (indented or raw.startswith(" "))
             literal = indented and not in_section and not block and after_blank
-            if not literal and not raw.strip().startswith(">>>"):
+            if not literal and not example:
                 begin = begin if block else number
                 block.append(raw.strip())
         after_blank = not raw.strip() or (after_blank and indented and not block)

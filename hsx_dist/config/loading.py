@@ -22,11 +22,21 @@ _ENV = re.compile(r"\$\{env:([^}]*)\}")
 
 
 def load_config(path: str | None, overrides: Sequence[str] = (), **direct: Any) -> ExtractConfig:
-    """The settings of one extraction: ``path`` (YAML), then ``direct`` values, then ``overrides``. The last value wins.
+    """The settings of one extraction: ``path``, then ``direct`` values, then ``overrides``. The last value wins.
+
+    Args:
+        path: a YAML file with settings. ``${env:NAME}`` is the value of an environment variable.
+        overrides: texts ``key.sub=value``, as on a command line. The value is YAML.
+        direct: values by the names of ``ExtractConfig``'s fields.
 
     Raises:
         ConfigError: one line for each problem: an unreadable file, an unknown or contradictory setting, an environment
             variable that is not set, a credential as an override.
+
+    Example:
+        >>> config = load_config(None, ["engine_kwargs.dtype=float32"], model="MODEL", output="runs/one", layers=[15])
+        >>> config.engine_kwargs
+        {'dtype': 'float32'}
     """
     settings = read_yaml(path) if path is not None else {}
     for name, value in direct.items():

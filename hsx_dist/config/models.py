@@ -233,7 +233,14 @@ class StoreConfig(Settings):
 
 
 class ExtractConfig(Settings):
-    """One extraction: a model's hidden states for the rows of an input, stored at an output."""
+    """One extraction: a model's hidden states for the rows of an input, stored at an output.
+
+    ``pydantic.ValidationError``: a setting is wrong. ``load_config`` raises ``ConfigError`` instead.
+
+    Example:
+        >>> ExtractConfig(model="MODEL", output="runs/one", layers=[15]).codec
+        'split'
+    """
 
     output: str = Field(min_length=1, description="Folder or URL of the run, e.g. runs/demo or s3://bucket/prefix.")
     model: str = Field(min_length=1, description="Hugging Face id, a model folder, or builtin:smollm2-135m-instruct.")

@@ -73,11 +73,17 @@ log = get_logger(__name__)
 
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     """Connector that ships the hidden states that ``extract_hidden_states`` caches, or the points that taps cache
-    (``taps.capture_config.additional_config``).
+    (``taps.capture_config.additional_config``). Keys of ``kv_connector_extra_config``: ``ConnectorConfig``.
 
-    Set in ``kv_transfer_config``:
-    ``{"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {...}}``
-    (keys: ``ConnectorConfig``)."""
+    Example:
+        .. code-block:: sh
+
+            vllm serve MODEL \\
+              --speculative-config '{"method": "extract_hidden_states", "num_speculative_tokens": 1,
+                  "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 15, 27]}}}' \\
+              --kv-transfer-config '{"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer",
+                  "kv_connector_extra_config": {"shared_storage_path": "s3://bucket/states"}}'
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         check_version(VLLM_VERSION)

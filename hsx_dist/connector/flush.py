@@ -49,6 +49,11 @@ def flush(llm: Any, timeout: float = 60.0) -> None:
     Raises:
         TimeoutError: not everything was stored in time.
         EngineError: the engine runs in child processes, without the extension.
+
+    Example:
+        >>> from hsx_dist.connector.flush import flush
+        >>> answers = llm.generate(["The capital of France is"])  # doctest: +SKIP
+        >>> flush(llm, timeout=120)  # doctest: +SKIP
     """
     from hsx_dist.connector.connector import pending_of
 

@@ -34,6 +34,13 @@ class ExportOptions:
         samples_per_file: for exporters with several samples in a file.
         with_last: add the last state if the exporter omits it by default.
         context: tokens of a context of ``saelens``.
+
+    Raises:
+        ConfigError: ``top_k``, ``samples_per_file`` or ``context`` is less than 1.
+
+    Example:
+        >>> from hsx_dist.exporting import ExportOptions
+        >>> options = ExportOptions(aux_layers=[2, 15, 27], loss_mask="raise")
     """
 
     aux_layers: Sequence[int] | None = None
@@ -54,19 +61,31 @@ class ExportOptions:
 class SampleLeftOut(Exception):
     """The trainer refuses this sample. The message is the reason.
 
-    Raised by ``write`` of exporters with one sample per file.
+    Raised by ``write`` of exporters with one sample per file. ``export_run`` catches and counts it.
     """
 
 
 class Exporter(Protocol):
     """Base class of exporters.
 
-    The constructor raises ``ConfigError`` if the trainer cannot use the run.
+    The constructor raises ``ConfigError`` if the trainer cannot use the run. ``export_run`` calls the methods.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from hsx_dist.exporting import ExportOptions
+        >>> from hsx_dist.exporting.vllm import VllmExporter
+        >>> exporter = VllmExporter(run, ExportOptions(aux_layers=[15]))
+        >>> exporter.layers, exporter.per_file
+        ((15,), 1)
+        >>> exporter.write([next(iter(HiddenStatesDataset(run, layers=[15])))], Path(exporter.file(0)))
+        >>> exporter.finish(run, Path())
+        >>> exporter.statement()["layers"]
+        [15]
     """
 
     #: Names of the points that the exporter reads instead of hidden states.
     points: tuple[str, ...] | None = None
-    #: The layers that it reads of each sample, in this order: vLLM's ids, for points the decoder layers.
+    #: vLLM's ids of the layers that it reads of each sample, in this order. For points the decoder layers.
     layers: tuple[int, ...]
     #: Whether rows of a selection of tokens are useful. If not, samples with a selection are refused.
     rows_alone: bool = False

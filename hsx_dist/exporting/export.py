@@ -50,9 +50,17 @@ EXPORTERS: dict[str, type[Exporter] | str] = {
 
 
 def register_exporter(name: str, exporter: type[Exporter]) -> None:
-    """Register ``exporter`` as ``name`` in this process. Raises ``ConfigError`` if the name is used already.
+    """Register ``exporter`` as ``name`` in this process.
 
     ``hsx export`` finds exporters by entry points of the group ``hsx_dist.exporters``.
+
+    Raises:
+        ConfigError: the name is used already.
+
+    Example:
+        >>> from hsx_dist.exporting import register_exporter
+        >>> from hsx_dist.exporting.vllm import VllmExporter
+        >>> register_exporter("my-trainer", VllmExporter)
     """
     if name in EXPORTERS:
         raise ConfigError(f"exporter {name!r}: expected a new name, got one of {sorted(EXPORTERS)}. Choose another")
@@ -65,6 +73,11 @@ class ExportReport:
 
     ``left_out``: samples that the trainer refuses, in this or earlier calls. Each has a file ``NAME.left-out`` with the
     reason instead of the file ``NAME``.
+
+    Example:
+        >>> from hsx_dist.exporting import export_run
+        >>> export_run(run, "vllm", "exports/report")
+        ExportReport(written=3, there=0, finished=True, left_out=0)
     """
 
     written: int
@@ -87,15 +100,25 @@ def export_run(
     """Write a run's samples into the folder ``dest`` in the format of the trainer ``to``.
 
     Files appear complete. Existing files are not written again, so that a repeated call continues an interrupted one.
-    ``export.json`` describes the layers, their convention, and the applied norm. ``shards`` processes may share the
-    work: each writes every ``shards``-th file. With ``finish``, a process that finds all files complete also writes the
-    files for the whole data set.
+    ``export.json`` describes the layers, their convention, and the applied norm.
+
+    Args:
+        to: name of an exporter, such as ``vllm``, ``speculators`` or ``saelens``. ``hsx export --help`` lists them.
+        options: options of the exporter.
+        shard, shards: ``shards`` processes may share the work: each writes every ``shards``-th file.
+        finish: if all files are complete, also write the files for the whole data set.
+        prefetch_bytes: as for ``HiddenStatesDataset``.
 
     Raises:
         ConfigError: no such exporter; the run lacks hidden states or layers that the trainer needs; ``dest`` holds
             another export.
         RunError: the run was removed during the export.
         FormatError, StoreError: errors of reading; OSError: errors of writing.
+
+    Example:
+        >>> from hsx_dist.exporting import ExportOptions, export_run
+        >>> export_run(run, "vllm", "exports/vllm", ExportOptions(aux_layers=[15])).finished
+        True
     """
     if not 0 <= shard < shards:
         raise ConfigError(f"shard: expected 0 … {shards - 1}, got {shard}")

@@ -20,6 +20,17 @@ class TorchExporter(Exporter):
 
     Raises:
         ConfigError: the run lacks a layer, or its model's final norm is unknown.
+
+    Example:
+        >>> from hsx_dist.exporting import ExportOptions
+        >>> from hsx_dist.exporting.torch_files import TorchExporter
+        >>> class TwoLayers(TorchExporter):
+        ...     def __init__(self, run, options):
+        ...         super().__init__(run, options, "two-layers", aux=(2, 15), last=None)
+        ...     def _tensors(self, item):
+        ...         return {"states": self._aux_states(item)}
+        >>> TwoLayers(run, ExportOptions()).statement()["aux_layers"]
+        [2, 15]
     """
 
     per_file = 1

@@ -54,6 +54,10 @@ class RowFate:
 
     ``content``: hash of the row's content, which distinguishes a corrected row from the refused one; empty when the row
     could not be read.
+
+    Example:
+        >>> {key: fate.reason for key, fate in run.refused.items()}
+        {}
     """
 
     key: str

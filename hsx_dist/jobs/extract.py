@@ -61,7 +61,7 @@ def extract(
     layers: Any = None,
     **settings: Any,
 ) -> Run:
-    """Extract in this process, without Ray: one engine, writer threads. Returns the run, opened for reading.
+    """Extract in this process, without Ray: one engine, writer threads.
 
     Args:
         prompts: texts, lists of token ids, lists of chat messages, or mappings like the rows of a JSONL file. They
@@ -71,10 +71,20 @@ def extract(
         layers: ids, ``"last"``, ``"all"`` or ``"eagle3"``. None: all, or as in ``capture``.
         settings: further fields of ``ExtractConfig``, e.g. ``engine_kwargs={"max_model_len": 2048}``.
 
+    Returns:
+        The run, opened for reading.
+
     Raises:
         ConfigError: a setting is wrong. Nothing was started.
         RunMismatch: the run at ``output`` was made with settings of another meaning.
+        RunError: the run was removed, or a newer attempt owns it (``Fenced``).
+        StoreError: the store failed.
         EngineError: vLLM did not start, or died.
+
+    Example:
+        >>> prompts = ["The capital of France is", [504, 3575, 282]]
+        >>> extract(prompts, model="builtin:smollm2-135m-instruct", output="runs/one")  # doctest: +SKIP
+        Run('...runs/one', 2 samples)
     """
     from hsx_dist.reading import open_run
 

@@ -56,10 +56,7 @@ class AttentionPatterns:
     """Attention of stored samples, from the points ``q`` and ``k`` and the configuration of their model.
 
     ``config.json`` has the rotary positions and the scale. For a family with a norm of each head (Qwen3), the points
-    ``q_norm`` and ``k_norm`` are read if the sample has them. Otherwise torch reads the norm's weights from the model::
-
-        patterns = AttentionPatterns(run)
-        patterns.pattern(run[key], layer=3)  # [heads, tokens, tokens]
+    ``q_norm`` and ``k_norm`` are read if the sample has them. Otherwise torch reads the norm's weights from the model.
 
     Args:
         model: a run, for its own model if that is the built-in one or an id of the Hugging Face hub; or the model's
@@ -68,6 +65,12 @@ class AttentionPatterns:
     Raises:
         ConfigError: the model cannot be loaded; its family's attention is not one of ``ATTENTION_RULES``.
         FormatError: a file of the model is damaged.
+
+    Example:
+        >>> points = open_run("runs/points")
+        >>> patterns = AttentionPatterns(points)
+        >>> patterns.layers(points.at(0))
+        (15,)
     """
 
     def __init__(self, model: Run | str) -> None:
@@ -101,6 +104,10 @@ class AttentionPatterns:
             ConfigError: the sample lacks ``q`` or ``k`` of the layer, or is not the beginning of its request. Its heads
                 differ from the model's. The layer's window is shorter than ``max_tokens``.
             FormatError: stored bytes are wrong; ``IntegrityError``: they changed.
+
+        Example:
+            >>> patterns.pattern(points.at(0), layer=15, max_tokens=8).shape
+            (9, 8, 8)
         """
         self._check(sample)
         tokens = min(max_tokens, sample.num_tokens)

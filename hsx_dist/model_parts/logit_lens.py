@@ -24,6 +24,11 @@ class TopTokens(NamedTuple):
 
     ``ids``: token ids, int64; ``logprobs``: natural logarithms of their probabilities, float32. The last axis is the
     rank, with the most likely token first.
+
+    Example:
+        >>> ids, logprobs = LogitLens(run).top_k(sample, 5, tokens=(0, 8))
+        >>> ids.shape, logprobs.dtype
+        (torch.Size([8, 5]), torch.float32)
     """
 
     ids: Any
@@ -33,10 +38,8 @@ class TopTokens(NamedTuple):
 class LogitLens:
     """Next-token logits of stored samples, by the final norm and ``lm_head`` of their model, on the CPU.
 
-    Needs torch. Reads the model's ``config.json`` and two or three tensors, and runs none of its code::
-
-        lens = LogitLens(run)
-        ids, logprobs = lens.top_k(run[key], 5)  # [tokens, 5] each
+    Needs torch. Reads the model's ``config.json`` and two or three tensors, and runs none of its code. V: the size of
+    the vocabulary.
 
     Without a ``point`` and a layer, the logits are the model's. They are computed from ``final_ln`` if the sample has
     it. Otherwise the final norm is applied to ``resid_final`` or the last layer of ``hidden_states``, as to every other
@@ -55,6 +58,11 @@ class LogitLens:
     Raises:
         ConfigError: torch is not installed; the model cannot be loaded; its family's norm or logits are unknown.
         FormatError: a file of the model is damaged.
+
+    Example:
+        >>> lens = LogitLens(run)
+        >>> lens.model
+        'builtin:smollm2-135m-instruct'
     """
 
     def __init__(self, model: Run | str) -> None:
@@ -80,6 +88,10 @@ class LogitLens:
         Raises:
             ConfigError: the sample has no such point or layer, or is of another model; the tokens are no range.
             FormatError: stored bytes are wrong; ``IntegrityError``: they changed.
+
+        Example:
+            >>> [(start, logits.shape) for start, logits in lens.blocks(sample, layer=15, tokens=(4, 8))]
+            [(4, torch.Size([4, 49152]))]
         """
         name, at = self._place(sample, point, layer)
         for start, states in _states(sample, name, at, tokens):
@@ -91,6 +103,10 @@ class LogitLens:
         """Return all logits of a range of tokens: float32 ``[n, V]``, which must fit in memory.
 
         Arguments and errors: see ``blocks``.
+
+        Example:
+            >>> lens.logits(sample, tokens=(0, 8)).shape
+            torch.Size([8, 49152])
         """
         import torch
 
@@ -112,6 +128,10 @@ class LogitLens:
             layers: of the point, in the order of the result, ``[n, L, k]``. ``None``: one layer, ``[n, k]``.
 
         Other arguments and errors: see ``blocks``.
+
+        Example:
+            >>> lens.top_k(sample, 5, layers=[2, 15, 30], tokens=(0, 8)).ids.shape
+            torch.Size([8, 3, 5])
         """
         import torch
 

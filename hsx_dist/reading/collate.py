@@ -23,7 +23,7 @@ def pad(
     Args:
         ids: the name of the token ids.
         multiple: round S up to a multiple of this number.
-        length: S. Longer items are cut.
+        length: S itself. Longer items are cut.
         pad_id: id for padding.
 
     Returns:
@@ -31,6 +31,12 @@ def pad(
 
     Raises:
         ConfigError: items differ in their names or layers.
+
+    Example:
+        >>> from hsx_dist.reading.collate import pad
+        >>> items = list(HiddenStatesDataset("runs/demo", layers=[15]))
+        >>> pad(items, multiple=16)["hidden_states"].shape
+        torch.Size([3, 32, 1, 576])
     """
     import torch
 
@@ -60,7 +66,7 @@ def pack(items: Sequence[Item], *, ids: str = "input_ids", length: int | None = 
         length: the row's length. Longer rows are cut, shorter ones padded with zeros (as in speculators and SpecForge).
 
     Returns:
-        The items' arrays by name, and:
+        The items' arrays by name, and four more.
 
         - ``position_ids``: int64 ``[1, S]``, from 0 in each item.
         - ``document_ids``: int64 ``[1, S]``, the number of the item; -1 at padding.
@@ -69,6 +75,12 @@ def pack(items: Sequence[Item], *, ids: str = "input_ids", length: int | None = 
 
     Raises:
         ConfigError: items differ in their names or layers.
+
+    Example:
+        >>> from hsx_dist.reading.collate import pack
+        >>> items = list(HiddenStatesDataset("runs/demo", layers=[15]))
+        >>> pack(items)["cu_seqlens"]
+        tensor([ 0, 20, 42, 66], dtype=torch.int32)
     """
     import torch
 

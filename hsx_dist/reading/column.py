@@ -170,6 +170,10 @@ class StoredPoint:
         width: elements of a row, over all shards.
         heads: number of heads in a row. 0: rows do not consist of heads.
         dtype: ``bfloat16``, ``float16``, ``float32``, or ``int32`` for ids.
+
+    Example:
+        >>> sample.points["hidden_states"]
+        StoredPoint(layers=(2, 15, 27, 30), width=576, heads=0, dtype='bfloat16')
     """
 
     layers: tuple[int, ...]

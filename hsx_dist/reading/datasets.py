@@ -129,16 +129,28 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         threads: number of threads that fetch and decode.
         cache_dir, cache_bytes: cache fetched bytes on a local disk, up to this size. Processes may share the folder.
         repeat: start the next epoch when one ends, forever.
-        follow: yield samples as they are proven, until the run is complete. ``follow_options``: see ``Follower``.
+        follow: yield samples as they are proven, until the run is complete. ``follow_options``: ``poll_seconds`` (1),
+            ``discover_seconds`` (10, between searches for new writers) and ``stalled_seconds`` (120).
         framework: ``torch``, ``numpy`` (bf16 as float32), or ``auto``: torch if it is installed.
+        storage_options: options for fsspec.
 
     Raises:
         ConfigError: an argument is wrong, or a layer is not in the run.
         RunError, StoreError: as ``open_run``.
+        RunStalled: with ``follow``, the run had no driver for ``stalled_seconds``.
         FormatError, NotFound: while iterating, a part is corrupt or missing.
 
     With ``repeat``, iterating also raises ConfigError for fewer samples than shards, and FormatError if all samples of
     an epoch were skipped.
+
+    Example:
+        >>> dataset = HiddenStatesDataset("runs/demo", layers=[15], max_tokens=8, shuffle=True)
+        >>> dataset.set_epoch(1)
+        >>> items = iter(dataset)
+        >>> next(items)["hidden_states"].shape
+        torch.Size([8, 1, 576])
+        >>> dataset.layers, dataset.layers_of("hidden_states"), dataset.skipped, dataset.run.url.endswith("runs/demo")
+        ((15,), (15,), 0, True)
     """
 
     def __init__(
@@ -190,6 +202,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
     @property
     def run(self) -> Run:
+        """The run, opened."""
         return self._reader.run
 
     @property
@@ -231,7 +244,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         return self._follow is not None
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the next iteration shuffles by, also in the workers of a ``DataLoader``."""
+        """Set the epoch that the next iteration shuffles by, also in the workers of a ``DataLoader``. Counts from 0."""
         self._epoch.set(epoch)
 
     def __len__(self) -> int:
@@ -345,7 +358,11 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def retention(self, consumer: str = "default", *, consumers: Sequence[str] | None = None) -> Retention:
         """A ``Retention`` for this rank: ``ack(key)`` marks a sample as used.
 
-        Parts that all ``consumers`` have used are removed.
+        Parts that all ``consumers`` have used are removed. Arguments and errors: as ``Retention``.
+
+        Example:
+            >>> dataset.retention("train", consumers=["train", "probe"]).state_dict()["used"]
+            []
         """
         from hsx_dist.reading.retention import Retention
 
@@ -354,7 +371,13 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of this process's iteration, to the sample; JSON types. ``merge_states`` joins ranks."""
+        """Position of this process's iteration, to the sample; JSON types. ``merge_states`` joins ranks.
+
+        Example:
+            >>> state = dataset.state_dict()
+            >>> state["epoch"], state["taken"]
+            (1, 1)
+        """
         if self._resume is not None:  # loaded, and iteration has not started since
             if self._follow is not None or self._resume["taken"]:
                 return dict(self._resume)
@@ -384,6 +407,11 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         Raises:
             ConfigError: it is the state of another data set; or, when iteration begins, of another shard.
             RunMismatch: it is the state of another run, such as a run that was removed from the same place.
+
+        Example:
+            >>> dataset.load_state_dict(state)
+            >>> len(list(dataset)) == len(dataset) - 1
+            True
         """
         check_state(state, {})
         if bool(state.get("follow")) != (self._follow is not None):

@@ -67,7 +67,7 @@ def load_hidden_states(
         identity: the answer's ``hidden_states_meta["identity"]``. Load only the sample of that request. Without it a
             key that is used for two requests can give the other request's sample.
         storage_options: options for fsspec.
-        framework: ``torch``, ``numpy``, or ``auto``.
+        framework: ``torch`` (the stored dtype), ``numpy`` (bf16 as float32), or ``auto``: torch if it is installed.
 
     Returns:
         ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``, ``meta``
@@ -81,6 +81,11 @@ def load_hidden_states(
         ConfigError: a run without a key, no such layer, or ``identity`` is not from an answer.
         FormatError, IntegrityError: the stored bytes are not valid, or changed.
         StoreError: the store failed.
+
+    Example:
+        >>> key = "fsspec-fsspec.spec.stringify_path"
+        >>> load_hidden_states("runs/demo", key, layers=[15], tokens=(0, 8))["hidden_states"].shape
+        torch.Size([8, 1, 576])
     """
     path = str(path)
     if path.endswith(OBJECT) or key is None:

@@ -22,10 +22,17 @@ else:
 
 
 class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
-    """The samples of a run by position, for custom samplers. Items and arguments are those of ``HiddenStatesDataset``.
+    """The samples of a run by position, for custom samplers.
 
-    ``lengths``: tokens of each sample, int64 ``[n]``, for samplers that pack. ``DataLoader`` calls ``__getitems__``,
-    which reads a list of positions in threads at once. A corrupt or missing part always raises.
+    Items, arguments and errors are those of ``HiddenStatesDataset``. ``DataLoader`` calls ``__getitems__``, which reads
+    a list of positions in threads at once. A corrupt or missing part always raises.
+
+    Example:
+        >>> by_place = HiddenStatesMapDataset("runs/demo", layers=[15], max_tokens=8)
+        >>> by_place[0]["hidden_states"].shape
+        torch.Size([8, 1, 576])
+        >>> by_place.keys() == by_place.run.keys(), by_place.lengths.tolist()
+        (True, [8, 8, 8])
     """
 
     def __init__(
@@ -54,14 +61,17 @@ class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
 
     @property
     def run(self) -> Run:
+        """The run, opened."""
         return self._reader.run
 
     @property
     def lengths(self) -> np.ndarray[Any, Any]:
+        """Number of tokens of each item, int64 ``[n]``. For samplers that pack."""
         spans = (self._reader.spec.span(int(n), "", 0) for n in self._reader.selection.lengths)
         return np.array([stop - start for start, stop in spans], np.int64)
 
     def keys(self) -> list[str]:
+        """The keys of the samples, by position."""
         return self._reader.selection.keys()
 
     def __len__(self) -> int:

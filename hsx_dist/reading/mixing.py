@@ -27,6 +27,15 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         datasets: each has its seed and layers, and divides itself among ranks and workers.
         weights: a positive number for each data set. Default: their lengths, so that all end at the same time.
         stop: ``first``: end when the first data set ends. ``all``: continue with the others.
+
+    Raises:
+        ConfigError: an argument is wrong. While iterating: the errors of the data sets.
+
+    Example:
+        >>> mixed = MixedDataset([HiddenStatesDataset("runs/demo"), HiddenStatesDataset("runs/other")], weights=[3, 1])
+        >>> mixed.set_epoch(1)
+        >>> len(list(mixed))
+        4
     """
 
     def __init__(
@@ -70,11 +79,27 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
             yield item
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the mixture and of each data set. ``merge_states`` joins ranks."""
+        """Position of the mixture and of each data set; JSON types. ``merge_states`` joins ranks.
+
+        Example:
+            >>> state = mixed.state_dict()
+            >>> state["taken"]
+            [3, 1]
+        """
         return {"format": MIXED, "taken": list(self._taken), "datasets": [d.state_dict() for d in self._datasets]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next iteration continue from ``state``. ``ConfigError``: it is not a state of such a mixture."""
+        """Make the next iteration continue from ``state``.
+
+        Raises:
+            ConfigError: it is not a state of such a mixture.
+            RunMismatch: as ``HiddenStatesDataset.load_state_dict``.
+
+        Example:
+            >>> mixed.load_state_dict(state)
+            >>> list(mixed)
+            []
+        """
         if not isinstance(state, Mapping) or state.get("format") != MIXED:
             raise ConfigError(f"state: expected a state_dict of a MixedDataset, got {str(state)[:80]}")
         check_state(state, MIXED_MEMBERS, required=tuple(MIXED_MEMBERS))

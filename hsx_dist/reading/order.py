@@ -196,6 +196,10 @@ def merge_states(states: Any) -> dict[str, Any]:
 
     Raises:
         ConfigError: a shard is missing, or the states are not of one epoch of the same data set.
+
+    Example:
+        >>> states = [HiddenStatesDataset("runs/demo", rank=r, world_size=2).state_dict() for r in range(2)]
+        >>> HiddenStatesDataset("runs/demo", rank=0, world_size=3).load_state_dict(merge_states(states))
     """
     mixed = _find(states, MIXED)
     for state in mixed:

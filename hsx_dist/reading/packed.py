@@ -40,12 +40,18 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
 
     Args:
         dataset: its items are the documents. Its ``tokens`` and ``max_tokens`` cut them.
-        contexts: B. The last batch of an epoch may have fewer; ``drop_last`` drops that batch.
-        context_tokens: S.
+        contexts: B, the rows of a batch. The last batch of an epoch may have fewer; ``drop_last`` drops that batch.
+        context_tokens: S, the tokens of a row.
 
     Raises:
         ConfigError: an argument is wrong; or, while iterating, an item's rows differ from earlier ones in dtype or
             shape.
+
+    Example:
+        >>> contexts = PackedContexts(HiddenStatesDataset("runs/demo", layers=[15]), 2, 8)
+        >>> batch = next(iter(contexts))
+        >>> batch["hidden_states"].shape, batch["document_ids"].shape
+        (torch.Size([2, 8, 576]), torch.Size([2, 8]))
     """
 
     def __init__(self, dataset: HiddenStatesDataset, contexts: int, context_tokens: int, *, drop_last: bool = False):
@@ -131,6 +137,11 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
 
         With a data set that has ``follow``, documents may come in another order after a resume. Then the resume repeats
         the document in which the last batch ended.
+
+        Example:
+            >>> state = contexts.state_dict()
+            >>> state["tokens"]  # of the document in which the batch ended
+            16
         """
         if self._state is not None:
             return self._state
@@ -143,6 +154,11 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
 
         Raises:
             ConfigError, RunMismatch: as ``HiddenStatesDataset.load_state_dict``; or a member is damaged.
+
+        Example:
+            >>> contexts.load_state_dict(state)
+            >>> int(next(iter(contexts))["position_ids"][0, 0])
+            16
         """
         check_state(state, {"document": text, "tokens": count})
         if "dataset" not in state:

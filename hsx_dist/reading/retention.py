@@ -37,7 +37,24 @@ def rank_of(key: str, world_size: int) -> int:
 class Retention:
     """Records the samples that one rank of one consumer has used. Removes parts that all ``consumers`` have used.
 
-    Call it from one process per rank: the training process, not the workers of a ``DataLoader``.
+    Call it from one process per rank: the training process, not the workers of a ``DataLoader``. For a run with
+    ``retain: consumed``. ``HiddenStatesDataset.retention`` makes one with the data set's rank.
+
+    Args:
+        place: the run, ``Run.place``.
+        consumer: this consumer's name: letters, digits, ``_`` and ``-``.
+        consumers: names of all consumers. Default: this consumer alone.
+        rank, world_size: this rank of the consumer.
+
+    Raises:
+        ConfigError: a name is wrong, or ``consumers`` lacks ``consumer``.
+
+    Example:
+        >>> used = HiddenStatesDataset("runs/other", follow=True).retention("train")
+        >>> key = open_run("runs/other").at(0).key
+        >>> used.ack(key)
+        >>> used.state_dict()["used"] == [key]
+        True
     """
 
     def __init__(
@@ -91,6 +108,9 @@ class Retention:
 
         The state omits a sample when all parts with copies are used up. If another copy is stored later, and this state
         is loaded, the part of that copy is kept.
+
+        Example:
+            >>> state = used.state_dict()
         """
         parts = ((key, self._manifest.parts_of(key)) for key in sorted(self._used))
         open_ = [key for key, found in parts if not found or not found <= self._marked]
@@ -102,6 +122,9 @@ class Retention:
         Raises:
             RunMismatch: the state is from another run.
             ConfigError: the state is damaged.
+
+        Example:
+            >>> used.load_state_dict(state)
         """
         check_state(state, {"run": or_null(text), "used": list_of(text)}, required=("used",))
         require_run(state, self._place, lambda: self._has(state["used"]))

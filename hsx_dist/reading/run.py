@@ -36,14 +36,23 @@ _MOST_IDS = 1 << 20
 
 
 def open_run(path: str, *, storage_options: Mapping[str, Any] | None = None) -> Run:
-    """Open the run at ``path`` (a folder or a URL). Reads only the manifest: seconds for a million samples.
+    """Open the run at ``path``. Reads only the manifest: seconds for a million samples.
 
-    A ``Run`` can be pickled, and it works in a forked process: each process opens the store again.
+    Args:
+        path: a folder or a URL.
+        storage_options: options for fsspec.
+
+    Returns:
+        The run. It can be pickled, and it works in a forked process. Each process opens the store again.
 
     Raises:
         RunError: there is no run at ``path``.
         StoreError: the store failed.
         FormatError: the manifest is damaged.
+
+    Example:
+        >>> open_run("runs/demo")
+        Run('...runs/demo', ... samples)
     """
     return Run(open_store(str(path), storage_options), partial(_open, str(path), storage_options))
 
@@ -124,6 +133,21 @@ class Run:
 
     Iterates in the order of the input rows. Samples without a known row follow at the end, sorted by key.
     ``refresh`` adds the samples that were written after opening.
+
+    Example:
+        >>> run = open_run("runs/demo")
+        >>> run.complete, run.layer_ids, run.info["meaning"]["model"]
+        (True, (2, 15, 27, 30), 'builtin:smollm2-135m-instruct')
+        >>> run.url, len(run.id), run.version
+        ('...runs/demo', 16, 2)
+        >>> len(run.keys()), len(run.refused), len(run.failed)  # rows with a sample, and rows without
+        (3, 0, 0)
+        >>> print(run.fate_of(run.at(0).key), run.layers_of("hidden_states"))
+        None (2, 15, 27, 30)
+        >>> before = run.snapshot()
+        >>> run.refresh()
+        >>> len(run) - len(before)
+        0
     """
 
     def __init__(self, root: Store, reopen: Callable[[bool], Store] | None = None):
@@ -136,7 +160,7 @@ class Run:
         self._wrapped: tuple[Store, Store] | None = None
         self._pid = os.getpid()
         self._parts = _Parts()
-        #: ``run.json``: the settings of the run.
+        #: The run's settings, from ``run.json``.
         self.info: dict[str, Any] = self._place.info
         self._reader = ManifestReader()
         self._index: Index | None = None
@@ -144,7 +168,12 @@ class Run:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the receipts that were stored since the last refresh. Costs requests for new receipts only."""
+        """Read the receipts that were stored since the last refresh. Costs requests for new receipts only.
+
+        Raises:
+            RunError: the run was removed after it was opened.
+            StoreError, FormatError: as ``open_run``.
+        """
         self._require_process()
         with self._refreshing:
             with self.place.reading():
@@ -189,7 +218,7 @@ class Run:
 
     @property
     def version(self) -> int:
-        """Version of the run's state: 1 or 2."""
+        """Version of the run's state, 1 or 2."""
         return self._place.version
 
     @property
@@ -221,6 +250,7 @@ class Run:
 
     @property
     def url(self) -> str:
+        """The run's path or URL."""
         return self._url
 
     @property
@@ -273,7 +303,13 @@ class Run:
         return list(self.index.keys)
 
     def select(self, **criteria: Any) -> Selection:
-        """The samples that meet all criteria. See ``hsx_dist.reading.select.select``."""
+        """The samples that meet all criteria. Arguments and errors are those of ``hsx_dist.reading.select.select``.
+
+        Example:
+            >>> short = run.select(max_tokens=2048, split="train")
+            >>> len(short) <= len(run)
+            True
+        """
         return select(self, **criteria)
 
     def __len__(self) -> int:
@@ -291,6 +327,10 @@ class Run:
 
         Raises:
             SampleNotFound: the run has no such sample. The message has the fate of the key's row.
+
+        Example:
+            >>> run["fsspec-fsspec.spec.stringify_path"].num_tokens > 0
+            True
         """
         record, fate, complete, count = self._look_up(key)
         if record is not None:

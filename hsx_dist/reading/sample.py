@@ -33,7 +33,23 @@ Layers = Sequence[int] | Mapping[str, Sequence[int]]
 
 
 class Sample:
-    """One request's hidden states, or other points of the model, and its token ids. Fetches data only on access."""
+    """One request's hidden states, or other points of the model, and its token ids. Fetches data only on access.
+
+    ``Run`` makes samples. L is the number of layers, H the hidden size.
+
+    Attributes:
+        key: the sample's key.
+        num_tokens: number of its tokens, T.
+
+    Example:
+        >>> sample = open_run("runs/demo").at(0)
+        >>> sample.layer_ids, sample.hidden_size, sample.dtype
+        ((2, 15, 27, 30), 576, 'bfloat16')
+        >>> list(sample.points), sample.loss, sample.meta, sample.metadata
+        (['hidden_states'], {}, {}, {})
+        >>> sample.uri, sample.chunk_tokens, sample.about["model"]
+        ('...runs/demo/...safetensors', 16, 'builtin:smollm2-135m-instruct')
+    """
 
     def __init__(self, key: str, segments: Sequence[SegmentProof], open_part: Callable[[str], Part], url: str):
         """``segments``: as ``SampleRecord.segments``. Those of an object without a receipt have no ``token_hash``."""
@@ -81,11 +97,12 @@ class Sample:
 
     @property
     def dtype(self) -> str:
-        """Dtype of the hidden states: ``bfloat16``, ``float16`` or ``float32``."""
+        """``bfloat16``, ``float16`` or ``float32``, the dtype of the hidden states."""
         return self._hidden.dtype
 
     @property
     def hidden_size(self) -> int:
+        """H, the number of elements of one layer's row."""
         return self._point(HIDDEN_STATES).stored.width
 
     @property
@@ -95,7 +112,7 @@ class Sample:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The object's record of its origin: model, revision, versions, …"""
+        """The object's record of its origin, such as model, revision and versions."""
         return self._open(self._segments[0].part).about
 
     @property
@@ -113,6 +130,10 @@ class Sample:
         - ``positions``, if the tokens were selected by the loss mask: int32 ``[T]``, their positions in the request.
         - ``request_token_ids``, if the states are a mean: int32, the tokens that the mean was taken over.
         - Arrays that users attached.
+
+        Example:
+            >>> sorted(sample.attached())  # the demo's rows have no mask
+            []
         """
         part, slot = self._columns[0].part(0)
         return part.attached(slot)
@@ -147,7 +168,12 @@ class Sample:
         return {**first, "bad": bad} if bad else first
 
     def token_ids(self, framework: Framework = "auto") -> Any:
-        """Token ids, int64 ``[T]``."""
+        """Token ids, int64 ``[T]``. ``framework`` and errors: as ``load``.
+
+        Example:
+            >>> sample.token_ids("numpy").dtype
+            dtype('int64')
+        """
         return to_ids(self._columns[0].token_ids(), framework)
 
     def load(
@@ -173,16 +199,22 @@ class Sample:
             empty: ``empty(shape, dtype)`` returns the memory for the states, a carrier array. Default: new memory.
 
         Returns:
-            Without ``points``: ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64
-            ``[L]``, ``key``, ``meta``. A sample with a mask adds ``loss_mask`` int64 ``[n]``, 0 or 1.
+            ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``,
+            ``meta``. A sample with a mask adds ``loss_mask`` int64 ``[n]``, 0 or 1.
 
-            With ``points``: ``points`` replaces ``hidden_states`` and maps each name to ``[n, L, heads, dim]`` if its
-            rows consist of heads, else ``[n, L, width]``. ``layer_ids`` maps each name to int64 ``[L]``.
+            With the argument ``points``, the member ``points`` replaces ``hidden_states``. It maps each name to
+            ``[n, L, heads, dim]`` if its rows consist of heads, else ``[n, L, width]``. ``layer_ids`` maps each name to
+            int64 ``[L]``.
 
         Raises:
             ConfigError: there is no such point or layer, or ``tokens`` is not a range.
             FormatError: the stored bytes are not a valid part.
             IntegrityError: the stored bytes changed.
+            StoreError: the store failed.
+
+        Example:
+            >>> sample.load(layers=[15], tokens=(0, 8))["hidden_states"].shape
+            torch.Size([8, 1, 576])
         """
         if isinstance(layers, (int, str)):
             raise ConfigError(f"layers: expected a list of layer ids such as [15], got {layers!r}. Put it into a list")
@@ -220,11 +252,26 @@ class Sample:
         return found
 
     def point(self, name: str, layer: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:
-        """One layer of a point: ``[n, heads, dim]`` if its rows consist of heads, else ``[n, width]``."""
+        """One layer of a point: ``[n, heads, dim]`` if its rows consist of heads, else ``[n, width]``.
+
+        Other arguments and errors: as ``load``.
+
+        Example:
+            >>> sample.point("hidden_states", 15, tokens=(0, 8)).shape
+            torch.Size([8, 576])
+        """
         return self.load([layer], tokens, framework, points=[name], loss_mask=False)["points"][name][:, 0]
 
     def loss_mask(self) -> np.ndarray[Any, Any] | None:
-        """The tokens that count in training: numpy int64 ``[T]``. ``None``, without a request, if there is no mask."""
+        """The tokens that count in training: numpy int64 ``[T]``. ``None``, without a request, if there is no mask.
+
+        Raises:
+            FormatError: the mask has another length.
+
+        Example:
+            >>> print(sample.loss_mask())
+            None
+        """
         part, slot = self._columns[0].part(0)
         return self._mask(part.attached(slot, (LOSS_MASK,))) if LOSS_MASK in part.attached_names(slot) else None
 
@@ -234,6 +281,9 @@ class Sample:
         Raises:
             FormatError: segments of a column differ in point, layers, dtype or width.
             IntegrityError: a shard is missing, or token ids differ between columns or from the receipts' hash.
+
+        Example:
+            >>> sample.check()
         """
         _ = self.points
         first = self._columns[0].token_ids()
@@ -254,18 +304,43 @@ class Sample:
     def load_carrier(
         self, layers: Sequence[int] | None = None, tokens: Tokens | None = None, point: str = HIDDEN_STATES
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """States as their bits (unsigned integers of the dtype's width, ``[n, L, width]``), and token ids."""
+        """States as their bits, without conversion: numpy arrays also of bf16.
+
+        Arguments and errors: as ``load``, for one ``point``.
+
+        Returns:
+            Unsigned integers of the dtype's width ``[n, L, width]``, and token ids int64 ``[n]``.
+
+        Example:
+            >>> bits, token_ids = sample.load_carrier([15], tokens=(0, 8))
+            >>> bits.dtype, bits.shape
+            (dtype('uint16'), (8, 1, 576))
+        """
         if point != HIDDEN_STATES:
             self._require_layers(point, layers)
         rows = self._point(point).load(layers, *self.span(tokens))
         return rows.states, rows.token_ids
 
     def layer(self, layer_id: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:
-        """One layer: ``[n, H]``."""
+        """One layer of the hidden states: ``[n, H]``. Other arguments and errors: as ``load``.
+
+        Example:
+            >>> sample.layer(15, tokens=(0, 8)).shape
+            torch.Size([8, 576])
+        """
         return self.load([layer_id], tokens, framework)["hidden_states"][:, 0]
 
     def span(self, tokens: Tokens | None) -> tuple[int, int]:
-        """The range ``(start, stop)`` of ``tokens``. ``ConfigError``: it has a step other than 1."""
+        """The range ``(start, stop)`` of ``tokens``.
+
+        Raises:
+            ConfigError: it has a step other than 1.
+
+        Example:
+            >>> start, stop = sample.span(slice(-8, None))
+            >>> stop - start
+            8
+        """
         wanted = slice(None) if tokens is None else tokens if isinstance(tokens, slice) else slice(*tokens)
         start, stop, step = wanted.indices(self.num_tokens)
         if step != 1:

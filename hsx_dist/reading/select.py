@@ -25,7 +25,13 @@ Split = Literal["train", "val"]
 class Selection(Sequence[Sample]):
     """Some samples of a run, in the run's order. ``places``: their positions in ``run_index``, int64 ``[n]``.
 
-    Keeps the index that ``places`` refer to, since ``Run.refresh`` changes the positions of samples.
+    Keeps the index that ``places`` refer to, since ``Run.refresh`` changes the positions of samples. Data sets accept
+    it in place of a run. Slices are selections, too.
+
+    Example:
+        >>> selection = run.select(max_tokens=2048)
+        >>> selection[0].num_tokens, selection.lengths.tolist()
+        (20, [20, 22, 24])
     """
 
     def __init__(self, run: Run, index: Index, places: np.ndarray[Any, Any]):
@@ -49,6 +55,12 @@ class Selection(Sequence[Sample]):
         return self.run.sample_of(self.run_index[place])
 
     def keys(self) -> list[str]:
+        """The keys of the samples.
+
+        Example:
+            >>> set(selection.keys()) <= set(run.keys())
+            True
+        """
         return [self.run_index.keys[i] for i in self.places]
 
     @property
@@ -94,6 +106,10 @@ def select(
         SampleConsumed, StoreError, FormatError: ``where`` or ``min_loss_tokens`` reads a part that was removed after
             use, or that cannot be read. Its samples are not skipped: a state that was taken before the removal would
             not fit the smaller selection.
+
+    Example:
+        >>> run.select(min_tokens=22, where=lambda meta: "bad" not in meta)
+        Selection(2 of 3 samples of '...runs/demo')
     """
     index = run.index
     chosen = np.ones(len(index), bool)

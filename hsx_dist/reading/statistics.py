@@ -50,6 +50,12 @@ class LayerStatistics:
     - ``mean_norm``, ``rms_norm``, ``max_norm``: of the tokens' Euclidean norms.
     - ``non_finite``: number of tokens that were skipped because a value was not finite.
     - ``skip_first``: number of tokens that were skipped at the start of each sample.
+
+    Example:
+        >>> from hsx_dist.reading.statistics import compute_statistics
+        >>> own = compute_statistics(run, [15], skip_first=1).layers[15]
+        >>> own.mean.shape, own.tokens, own.norm_factor * own.mean_norm
+        ((576,), 63, 24.0...)
     """
 
     layer: int
@@ -76,7 +82,12 @@ class LayerStatistics:
 
 @dataclass(frozen=True)
 class RunStatistics:
-    """``LayerStatistics`` of one point by layer id."""
+    """``LayerStatistics`` of one point by layer id: ``layers``.
+
+    Example:
+        >>> from hsx_dist.reading.statistics import RunStatistics, compute_statistics
+        >>> both = RunStatistics({**compute_statistics(run, [2]).layers, **compute_statistics(run, [15]).layers})
+    """
 
     layers: Mapping[int, LayerStatistics]
 
@@ -136,14 +147,23 @@ def compute_statistics(
 ) -> RunStatistics:
     """Compute statistics of ``layers`` (``None``: all) of ``point``.
 
-    Reads all tokens, or ``max_tokens`` tokens of random samples. Rows that consist of heads become ``[heads * dim]``.
+    Rows that consist of heads become ``[heads * dim]``.
 
-    ``skip_first``: number of tokens to skip at the start of each sample. The first token's norm is often a hundred
-    times that of the others. A trainer that drops the first token must not scale by it.
+    Args:
+        run: an open run.
+        max_tokens: number of tokens to read, of random samples. ``None``: all.
+        skip_first: number of tokens to skip at the start of each sample. The first token's norm is often a hundred
+            times that of the others. A trainer that drops the first token must not scale by it.
+        seed: seed for the choice of samples.
 
     Raises:
         ConfigError: a layer or the point is not in the run, the point is ids, or no token is left.
         FormatError, NotFound: a part is damaged or missing, or rows have more than 130,944 elements.
+
+    Example:
+        >>> from hsx_dist.reading.statistics import compute_statistics
+        >>> compute_statistics(run, [2, 15], skip_first=1).layers.keys()
+        dict_keys([2, 15])
     """
     from hsx_dist.reading.datasets import HiddenStatesDataset  # imports torch, which reading statistics does not need
 
@@ -213,6 +233,11 @@ def store_statistics(run: Run, statistics: RunStatistics) -> None:
 
     Raises:
         RunError: the run was removed after it was opened.
+        StoreError: the store failed.
+
+    Example:
+        >>> from hsx_dist.reading.statistics import compute_statistics, store_statistics
+        >>> store_statistics(run, compute_statistics(run, [15], skip_first=1))
     """
     with run.place.reading():
         for own in statistics.layers.values():
@@ -241,6 +266,11 @@ def read_statistics(run: Run, layers: Sequence[int] | None = None, *, point: str
     Raises:
         ConfigError: as ``Run.layers_of``.
         FormatError: an object is damaged.
+        StoreError: the store failed.
+
+    Example:
+        >>> from hsx_dist.reading.statistics import read_statistics
+        >>> norms = {layer: own.mean_norm for layer, own in read_statistics(run).layers.items()}
     """
     found = {}
     for layer in _layers_of(run, point) if layers is None else layers:

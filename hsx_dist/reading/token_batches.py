@@ -72,10 +72,11 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
     Args:
         dataset: ``shuffle=True`` spreads the tokens of a sample over several buffers. ``tokens=slice(1, None)`` drops
             the first token of each sample, whose norm differs from all others in many models.
-        batch_tokens: B. The last batch of an epoch may be smaller; ``drop_last`` drops it.
+        batch_tokens: B, the tokens of a batch. The last batch of an epoch may be smaller; ``drop_last`` drops it.
         buffer_tokens: number of tokens that are mixed at once, rounded up to whole batches. Memory holds these and one
             refill.
         keep: the fraction of the buffer that stays for later rounds. With 0 a round yields the whole buffer.
+        seed: seed for mixing.
         only_loss: use only tokens whose ``loss_mask`` is set.
         exclude_ids: drop tokens with these ids, such as a tokenizer's ``all_special_ids``.
         scaling: scale by the statistics that ``hsx stats`` stored with the run. ``norm``: one factor for each layer
@@ -86,6 +87,12 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
     Raises:
         ConfigError: an argument is wrong; the run has no statistics; or, while iterating, a repeating data set has no
             token.
+
+    Example:
+        >>> dataset = HiddenStatesDataset("runs/demo", layers=[15], tokens=slice(1, None), shuffle=True)
+        >>> batches = TokenBatches(dataset, 16, buffer_tokens=64)
+        >>> next(iter(batches))["hidden_states"].shape
+        torch.Size([16, 576])
     """
 
     def __init__(
@@ -255,6 +262,11 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         ``on_error="skip"`` skips other samples than before, or seed, batch, buffer or ``keep`` changed.
 
         With ``scaling`` the state has a hash of the factors. ``merge_states`` drops it.
+
+        Example:
+            >>> state = batches.state_dict()
+            >>> state["batches"]
+            1
         """
         if self._state is not None:
             return self._state
@@ -270,6 +282,10 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         Raises:
             ConfigError, RunMismatch: as ``HiddenStatesDataset.load_state_dict``; or a member is damaged; or ``scaling``
                 or the run's statistics are other ones than when the state was taken.
+
+        Example:
+            >>> batches.load_state_dict(state)
+            >>> second = next(iter(batches))
         """
         check_state(state, _MEMBERS)
         if "dataset" not in state:

@@ -38,7 +38,17 @@ _SIGN = {"bfloat16": 0x8000, "float16": 0x8000, "float32": 0x80000000}
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error found in a part, receipt or statistics object. ``part`` names it; ``""`` is the run itself."""
+    """An error found in a part, receipt or statistics object.
+
+    Attributes:
+        part: the object's name. ``""`` is the run itself.
+        message: the error.
+
+    Example:
+        >>> from hsx_dist.reading import Problem
+        >>> Problem("data/part-0001-w-000001.safetensors", "missing").part
+        'data/part-0001-w-000001.safetensors'
+    """
 
     part: str
     message: str
@@ -54,6 +64,11 @@ class VerifyReport:
     ``non_finite`` and ``all_zero`` are not problems. They count layers of segments with a NaN or an infinity, and
     layers with only zeros. ``bad_samples``: keys of the first ``MOST_NAMED`` samples with such layers, except those in
     ``known`` parts.
+
+    Example:
+        >>> from hsx_dist.reading import VerifyReport
+        >>> VerifyReport(parts=2, samples=8).ok
+        True
     """
 
     parts: int = 0
@@ -67,7 +82,14 @@ class VerifyReport:
     bad_samples: list[str] = field(default_factory=list)
 
     def add(self, other: VerifyReport) -> None:
-        """Add the counts of another report."""
+        """Add the counts of another report.
+
+        Example:
+            >>> report = VerifyReport(parts=2)
+            >>> report.add(VerifyReport(parts=3))
+            >>> report.parts
+            5
+        """
         for name in ("parts", "known", "consumed", *_TALLIED):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for key in other.bad_samples:
@@ -80,6 +102,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
+        """Whether no problem was found."""
         return not self.problems
 
 
@@ -95,15 +118,25 @@ def verify_run(
     """Read and check a run. Memory: a block of 8 MiB and a chunk for each of ``workers`` threads.
 
     Args:
+        root: the store at the run's path.
         on_part: called after each part with its problems.
         sample: share of the parts to check, chosen by ``seed``. The manifest and its counts are always checked.
         resume: a file that records sound parts. Parts recorded there are not read again, even if they have changed
             since.
 
+    Returns:
+        The counts and problems. A damaged or missing object is a problem, not an error.
+
     Raises:
         RunError: there is no run, or it was removed during the check.
-        StoreError: the store failed. A missing part is a problem, not an error.
+        StoreError: the store failed.
         ConfigError: an argument is wrong.
+
+    Example:
+        >>> from hsx_dist.reading import verify_run
+        >>> from hsx_dist.store import open_store
+        >>> verify_run(open_store("runs/demo")).ok
+        True
     """
     if not 0 < sample <= 1:
         raise ConfigError(f"sample: expected a share of more than 0 and at most 1, such as 0.1, got {sample:g}")

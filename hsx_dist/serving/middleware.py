@@ -32,7 +32,21 @@ _CONNECTOR = "HiddenStatesConnector"
 
 
 class HiddenStatesMiddleware:
-    """Pure ASGI middleware for ``--middleware`` of vLLM's server. Reads its settings from the server's connector."""
+    """Pure ASGI middleware for ``--middleware`` of vLLM's server. Reads its settings from the server's connector.
+
+    Raises:
+        ConfigError: at the server's start: it has no connector that stores samples which this process can read.
+
+    Example:
+        .. code-block:: sh
+
+            vllm serve MODEL \\
+              --speculative-config '{"method": "extract_hidden_states", "num_speculative_tokens": 1,
+                  "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 15, 27]}}}' \\
+              --kv-transfer-config '{"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer",
+                  "kv_connector_extra_config": {"shared_storage_path": "s3://bucket/states"}}' \\
+              --middleware hsx_dist.serving.HiddenStatesMiddleware
+    """
 
     def __init__(self, app: ASGIApp):
         self._app = app

@@ -14,7 +14,16 @@ TRACE = 1
 
 
 def additional_config(capture: dict[str, Any]) -> dict[str, Any]:
-    """Return the ``LLM(additional_config=...)`` of an engine that captures ``capture``."""
+    """Return the ``LLM(additional_config=...)`` of an engine that captures ``capture``.
+
+    Args:
+        capture: ``{"points": {NAME: layer ids or "all"}}``.
+
+    Example:
+        >>> from hsx_dist.taps.capture_config import additional_config
+        >>> additional_config({"points": {"q": [15], "mlp_out": "all"}})
+        {'hsx_capture': {'capture': {'points': {'q': [15], 'mlp_out': 'all'}}, 'trace': 1}}
+    """
     return {KEY: {"capture": capture, "trace": TRACE}}
 
 

@@ -45,6 +45,7 @@ def test_pages(text: str, rules: list[str], tmp_path: Path):
         (f'def f():\n    """{LONG}."""', ["expected at most 30 words, got 31"]),
         (f'def f():\n    """Do.\n\n    Args:\n        a: {LONG}.\n    """', ["expected at most 30 words, got 32"]),
         (f'"""Do.\n\nThen:\n\n    {LONG} nobody\n"""', []),
+        ('"""Do.\n\nExample:\n    >>> f(\n    ... 1)\n    nobody\n\n    Who is told.\n"""', ["banned 'told'"]),
         ('class A:\n    x: int\n    """Who is told."""', ["banned 'told'"]),
         ('Option(help="Who is told.")', ["banned 'told'"]),
         ("x = 1  # nobody", ["banned 'nobody'"]),

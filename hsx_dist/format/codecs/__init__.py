@@ -47,6 +47,12 @@ def register_codec(codec: _C) -> _C:
     Raises:
         ConfigError: ``codec`` is not a codec class; its name has characters other than lower-case letters, digits,
             ``.``, ``_`` and ``-``; or another codec has this name.
+
+    Example:
+        >>> from hsx_dist.format.codecs import NoneCodec
+        >>> @register_codec
+        ... class MyCodec(NoneCodec):
+        ...     name = "my-codec"
     """
     missing = [name for name in ("encode", "decode", "to_dict") if not callable(getattr(codec, name, None))]
     missing += [name for name in ("name", "lossy") if not hasattr(codec, name)]
