@@ -93,17 +93,18 @@ class VerifyReport:
         for name in ("parts", "known", "consumed", *_TALLIED):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for key in other.bad_samples:
-            self.name_bad(key)
-
-    def name_bad(self, key: str) -> None:
-        """Add a sample to ``bad_samples``, unless it is there or the list is full."""
-        if len(self.bad_samples) < MOST_NAMED and key not in self.bad_samples:
-            self.bad_samples.append(key)
+            _name_bad(self, key)
 
     @property
     def ok(self) -> bool:
         """Whether no problem was found."""
         return not self.problems
+
+
+def _name_bad(report: VerifyReport, key: str) -> None:
+    """Add a sample to ``bad_samples``, unless it is there or the list is full."""
+    if len(report.bad_samples) < MOST_NAMED and key not in report.bad_samples:
+        report.bad_samples.append(key)
 
 
 def verify_run(
@@ -350,7 +351,7 @@ def _count_values(part: Part, i: int, info: SegmentInfo, report: VerifyReport) -
     report.non_finite += len(non_finite)
     report.all_zero += info.num_layers - len(not_zero)
     if non_finite or len(not_zero) < info.num_layers:
-        report.name_bad(info.segment.key)
+        _name_bad(report, info.segment.key)
 
 
 def _check_samples(store: Store, manifest: Manifest, sound: set[str]) -> Iterator[Problem]:
