@@ -28,6 +28,7 @@ torch=()
 for place in ${PIP_FIND_LINKS:-}; do torch+=(--find-links "$place"); done
 [ ${#torch[@]} -gt 0 ] || torch=(--torch-backend cpu)
 
+echo "installing $lock into .venv: about 5 GB, some minutes the first time"
 # sync installs exactly the lock file and resolves no dependencies, so torchvision and similar packages stay out.
 # Bytecode is compiled here: with PYTHONDONTWRITEBYTECODE set, every process would compile vLLM again, half of its start.
 .venv/bin/uv pip sync --compile-bytecode --quiet --python .venv/bin/python "${torch[@]}" "$lock"

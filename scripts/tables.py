@@ -1,4 +1,5 @@
-"""Write the generated texts of the checkout: metrics in docs/operations.md, dashboards/, README's figures and chart."""
+"""Write the generated texts of the checkout: metrics in docs/operations.md, docs/settings.md, dashboards/, README's
+figures and chart."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from benchmarks import charts
 from hsx_dist.observe.dashboard import write_dashboards
 from hsx_dist.observe.metrics import table
+from scripts import settings_page
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,6 +25,7 @@ def main() -> None:
     write_dashboards(ROOT / "dashboards")
     page = ROOT / "docs" / "operations.md"
     replace(page, "<!-- metrics: written by `make tables` -->\n", "<!-- end of metrics -->", table())
+    (ROOT / "docs" / "settings.md").write_text(settings_page.page(), encoding="utf-8")
     bench = charts.read_bench(ROOT / "benchmarks" / "results" / "bench.json")
     (ROOT / "docs" / "img" / "benchmark.svg").write_text(charts.chart(bench), encoding="utf-8")
     begin, end = "<!-- figures: written by `make tables` -->\n", "<!-- end of figures -->"

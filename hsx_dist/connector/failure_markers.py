@@ -383,4 +383,4 @@ def _hiding(marker: bytes) -> bytes:
 
 def used_before(key: str) -> str:
     """Return the reason that refuses a key which another sample has used."""
-    return f"the key {key!r} was used before for another sample; choose another"
+    return f"the key {key!r} was used before for another sample. Ask again with another key"

@@ -334,7 +334,7 @@ def _row(value: Any) -> int:
     return int(value)
 
 
-def _layers(value: Any, captured: tuple[int, ...]) -> tuple[int, ...]:
+def _layers(value: Any, captured: tuple[int, ...], point: str = "") -> tuple[int, ...]:
     if (
         not isinstance(value, Sequence)
         or isinstance(value, str)
@@ -343,7 +343,9 @@ def _layers(value: Any, captured: tuple[int, ...]) -> tuple[int, ...]:
         or len(set(value)) != len(value)
         or not set(value) <= set(captured)
     ):
-        raise ValueError(f"expected some of the captured layers {list(captured)}, each once, got {_shown(value)}")
+        raise ValueError(
+            f"expected some of the captured layers {list(captured)}{point}, each once, got {_shown(value)}"
+        )
     return tuple(int(v) for v in value)
 
 
@@ -351,10 +353,11 @@ def _points(value: Any, captured: Mapping[str, tuple[int, ...]]) -> dict[str, tu
     """Parse ``{"q": [15], "z": "all"}``, or ``"all"``."""
     if value == "all":
         return dict(captured)
-    if not isinstance(value, Mapping) or not 0 < len(value) <= len(captured) or not all(n in captured for n in value):
-        raise ValueError(f"expected some of the captured points {', '.join(captured)}, or 'all', got {_shown(value)}")
+    named = isinstance(value, Mapping) and len(value) > 0
+    for wrong in (n for n in value if n not in captured) if named else [value]:
+        raise ValueError(f"expected some of the captured points {', '.join(captured)}, or 'all', got {_shown(wrong)}")
     return {
-        name: layers if (wanted := value[name]) == "all" else _layers(wanted, layers)
+        name: layers if (wanted := value[name]) == "all" else _layers(wanted, layers, f" of {name}")
         for name, layers in captured.items()
         if name in value
     }

@@ -256,8 +256,11 @@ class _RowCheck:
         names = {"text": c.text, "messages": c.messages, "token_ids": c.token_ids}
         given = {kind: name for kind, name in names.items() if record.get(name) is not None}
         if len(given) != 1:
-            came = " and ".join(given.values()) if given else "none of them"
-            raise InputError(f"expected exactly one of the fields {', '.join(names.values())}, got {came}")
+            got = " and ".join(given.values()) if given else "none of them"
+            raise InputError(
+                f"expected exactly one of the fields {', '.join(names.values())}, got {got}. "
+                "If yours has another name, set input.text, input.messages or input.token_ids"
+            )
         kind, name = next(iter(given.items()))
         most = int(c.max_row_bytes)
         value = as_messages(record[name], name, most) if kind == "messages" else record[name]

@@ -240,7 +240,7 @@ def print_errors(errors: list[LayerError], dtype: str, samples: int, console: Co
             f"{e.layer_id}{' after the final norm' if e.after_norm else ''}",
             f"{e.norm:.2e}",
             f"{e.worst_row:.2e}",
-            f"{limit:g} ({figure.replace('_', ' ')})",
+            f"{limit:g} ({'relative error' if figure == 'norm' else 'worst row'})",
             "ok" if e.passed(dtype) else "MISMATCH",
         )
     console.print(table)

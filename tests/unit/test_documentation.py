@@ -13,6 +13,7 @@ import yaml
 import hsx_dist
 from benchmarks import charts
 from hsx_dist.config import load_config
+from scripts import settings_page
 from tests.harness.snippets import Snippet, as_program, snippets
 
 ROOT = Path(hsx_dist.__file__).parents[1]
@@ -141,6 +142,10 @@ def test_the_figures_and_the_chart_of_the_readme_are_those_of_the_last_bench():
     bench = charts.read_bench(ROOT / "benchmarks" / "results" / "bench.json")
     assert charts.table(bench) in (ROOT / "README.md").read_text(), "run `make tables`"
     assert charts.chart(bench) == (ROOT / "docs" / "img" / "benchmark.svg").read_text(), "run `make tables`"
+
+
+def test_the_page_of_settings_is_the_codes():
+    assert settings_page.page() == (ROOT / "docs" / "settings.md").read_text(), "run `make tables`"
 
 
 def test_the_readme_is_three_screens_and_its_first_has_the_two_commands():
