@@ -15,8 +15,8 @@ HEAD = """# Settings
 <!-- Written by `make tables`. -->
 
 Settings of `hsx_dist.ExtractConfig`, of a YAML file for `hsx extract --config FILE`, and of `key.sub=value` on a
-command line. A name with a dot is a member of a group. Sizes are numbers of bytes, or texts such as `64MiB`. A name that
-is not in this table is refused.
+command line. A name with a dot is a member of a group. Sizes are numbers of bytes, or texts such as `64MiB`. A name
+that is not in this table is refused.
 
 """
 
