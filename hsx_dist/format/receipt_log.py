@@ -174,10 +174,25 @@ class LogReader:
                     continue
                 log, known = entry[:2], known + 1 if entry[:2] == log else 1
                 if known == _PAGE and entry[2] < last:
-                    after = receipt_name(*log, last)
+                    after = _behind(log, last, info.name)
                     break
             else:
                 return
+
+
+def _behind(log: Log, last: int, name: str) -> str:
+    """The name after which a listing finds the receipts of ``log`` behind number ``last``. ``name``: where it is now.
+
+    Names sort by their text: number 1,000,000 is before 100,001. If that place is before ``name``, all new receipts
+    have been listed, or the next read lists the others: the result skips the rest of the log.
+    """
+    rest = f"{receipt_name(*log, 1).rpartition('/')[0]}/~"
+    if last == LARGEST_NUMBER:
+        return rest
+    following = receipt_name(*log, last + 1)
+    # 999,999 is followed by 1,000,000, whose name is next to that of 100,000.
+    after = receipt_name(*log, last) if receipt_name(*log, last) < following else receipt_name(*log, (last + 1) // 10)
+    return after if after > name else rest
 
 
 def new_receipts(store: Store, known: Callable[[tuple[int, str, int]], bool], attempt: int) -> Iterator[Receipt]:

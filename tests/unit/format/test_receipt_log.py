@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +12,7 @@ from hsx_dist.format.manifest import Receipt
 from hsx_dist.format.names import part_name, receipt_name
 from hsx_dist.format.receipt_log import LogReader, ReceiptLog, list_logs, new_receipts, read_entry, seal_logs
 from hsx_dist.format.runs import DRIVER, seal_attempts, take_attempt
+from hsx_dist.store import ObjectInfo
 from hsx_dist.testing.stores import MemoryStore
 
 
@@ -87,3 +89,26 @@ def test_of_a_seal_and_a_receipt_that_race_one_is_stored() -> None:
                 pass
             sealing.result()
         assert len(list(LogReader().read(store))) == stored
+
+
+@pytest.mark.parametrize(("last", "new"), [(1_000_005, 1_000_006), (999_999, 1_000_000)])
+def test_a_later_read_finds_receipts_of_more_digits(last: int, new: int) -> None:
+    """Names sort by their text: 1,000,000 is before 100,001."""
+
+    class Counted(MemoryStore):
+        listings = 0
+
+        def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+            self.listings += 1
+            assert self.listings < 10, f"listed again after {after}"
+            return super().list(prefix, after)
+
+    store = Counted()
+    for number in (*range(1, 1200), *range(99_990, 101_500), *range(999_990, last + 1)):
+        store.put(receipt_name(1, "w", number), [b""])
+    for log, number in ((1, "w"), new), ((1, "x"), 1):
+        store.put(receipt_name(*log, number), [Receipt(*log, number, None, 0, "0" * 8, 0, 0, (), (), "t").to_json()])
+    logs = LogReader()
+    logs._read = {(1, "w"): last}
+    assert [r.id for r in logs.read(store)] == [(1, "w", new), (1, "x", 1)]
+    assert list(logs.read(store)) == []

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import hsx_dist
 from hsx_dist.format.manifest import Receipt, RowFate
+from hsx_dist.format.names import receipt_name
 from hsx_dist.format.place import open_place
 from hsx_dist.format.receipt import Fate
 from hsx_dist.format.runs import load_manifest
@@ -93,3 +94,13 @@ def test_columns_in_several_parts_and_attempts(tmp_path: Path):
     assert set(found) == {"whole", "late"}
     assert found == ours(tmp_path)
     assert [place[2:] for place in found["whole"][1]] == [(0, 8), (8, 20), (0, 20)]
+
+
+def test_a_seal_whose_number_has_more_digits_ends_no_earlier_receipts(tmp_path: Path):
+    store = open_store(str(tmp_path))
+    write_v1_run(store, {"meaning": {}, "settings": {}})
+    writer = RunWriter(store)
+    writer.seq = 999_998
+    writer.put([whole(random_sample("a"), 0)])
+    store.put(receipt_name(1, "w", 1_000_000), [b'{"seal":{}}'])
+    assert set(read_run(tmp_path)) == {"a"}
