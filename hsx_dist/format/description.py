@@ -127,6 +127,11 @@ class SegmentInfo:
         """Raw bytes of one token in one layer."""
         return self.hidden_size * itemsize(self.dtype)
 
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all states before encoding."""
+        return self.segment.num_tokens * self.num_layers * self.row_bytes
+
     def chunk_sizes(self, layer: int) -> Sequence[int]:
         """Stored bytes of every chunk of the ``layer``-th stored layer."""
         if self.sizes:

@@ -64,6 +64,8 @@ _FORMATS = {"hsx-run/1": 1, "hsx-run/2": 2}
 _ID = re.compile(r"[0-9a-f]{16}")
 _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
 _FOLDER = re.compile(r"run-[0-9a-f]{16}/")
+#: No model has more. `hsx ls` prints the ids with each sample, and statistics are an object for each layer.
+_MOST_LAYERS = 1024
 #: After this many objects of a run's folder, the listing ends and another one skips the rest of the folder.
 _LOOKED_AT = 1000
 
@@ -71,8 +73,10 @@ _LOOKED_AT = 1000
 def _layers(value: Any) -> str | None:
     """Layer ids; or a string, such as ``all``, if the driver did not resolve it."""
     ids = value if isinstance(value, list) else [value]
-    fine = len(ids) <= MAX_HIDDEN_SIZE and all(type(v) in (int, str) for v in ids)
-    return None if fine else "layer ids"
+    fine = len(ids) <= _MOST_LAYERS and all(
+        type(v) is str or (type(v) is int and abs(v) <= MAX_HIDDEN_SIZE) for v in ids
+    )
+    return None if fine else f"at most {_MOST_LAYERS} layer ids"
 
 
 #: Checks of a description's members. Members without a check may have any value.

@@ -56,7 +56,13 @@ class SampleColumn:
                     f"{self._url}/{proof.part}: expected {proof.segment} at place {proof.slot}, as its receipt says, "
                     f"got {found[proof.slot].segment if proof.slot < len(found) else 'nothing'}"
                 )
-            info = self._infos[i] = found[proof.slot]
+            info = found[proof.slot]
+            if proof.token_hash and proof.raw_bytes != info.raw_bytes:  # readers limit their memory by it
+                raise IntegrityError(
+                    f"{self._url}/{proof.part}: expected {proof.raw_bytes} bytes of states in {proof.segment}, as its "
+                    f"receipt says, got {info.raw_bytes}"
+                )
+            self._infos[i] = info
             if i and not _is_of_one_column(info, self.first):
                 raise FormatError(f"{self.key}: expected segments of {self.first}, got {info}")
         return info

@@ -225,8 +225,7 @@ class Sample:
         of = {name: self._point(name) for name in names}
         for name in points or ():
             self._require_layers(name, layers_of(layers, name))
-        if sum(len(point.columns) for point in of.values()) > 1:
-            check_columns([(point, layers_of(layers, name)) for name, point in of.items()], stop - start)
+        _check_memory([(point, layers_of(layers, name)) for name, point in of.items()], stop - start)
         states, layer_ids, ids = {}, {}, []
         attached: dict[str, np.ndarray[Any, Any]] = {}
         for name, point in of.items():
@@ -318,7 +317,9 @@ class Sample:
         """
         if point != HIDDEN_STATES:
             self._require_layers(point, layers)
-        rows = self._point(point).load(layers, *self.span(tokens))
+        columns, (start, stop) = self._point(point), self.span(tokens)
+        _check_memory([(columns, layers)], stop - start)
+        rows = columns.load(layers, start, stop)
         return rows.states, rows.token_ids
 
     def layer(self, layer_id: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:
@@ -377,6 +378,12 @@ class Sample:
 def layers_of(layers: Layers | None, point: str) -> Sequence[int] | None:
     """The layer ids that ``layers`` requests for ``point``. ``None``: all, in stored order."""
     return layers.get(point) if isinstance(layers, Mapping) else layers
+
+
+def _check_memory(points: Sequence[tuple[PointColumns, Sequence[int] | None]], tokens: int) -> None:
+    """See ``check_columns``. A single column checks its memory when it has fetched its bytes."""
+    if sum(len(point.columns) for point, _ in points) > 1:
+        check_columns(points, tokens)
 
 
 def _point_of(s: Segment) -> dict[str, str]:

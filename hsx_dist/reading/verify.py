@@ -329,9 +329,8 @@ def _check_segment(part: Part, proof: SegmentProof) -> Iterator[str]:
     mask = part.attached_shape(proof.slot, LOSS_MASK)
     if mask not in (None, (s.total,)):
         yield f"{s.key!r}: expected a loss mask of {s.total} tokens, got shape {mask}"
-    raw = info.segment.num_tokens * info.num_layers * info.row_bytes
-    if raw != proof.raw_bytes:
-        yield f"{proof.segment.key!r}: expected {proof.raw_bytes} raw bytes, as its receipt says, got {raw}"
+    if info.raw_bytes != proof.raw_bytes:
+        yield f"{s.key!r}: expected {proof.raw_bytes} raw bytes, as its receipt says, got {info.raw_bytes}"
 
 
 def _count_values(part: Part, i: int, info: SegmentInfo, report: VerifyReport) -> None:

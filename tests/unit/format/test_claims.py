@@ -250,6 +250,8 @@ def _read_all(store: MemoryStore) -> None:
         ("run.json", {"meaning": []}),
         ("run.json", {"settings": 7}),
         ("run.json", {"meaning": {"layers": [[]]}}),
+        ("run.json", {"meaning": {"layers": list(range(1025))}}),  # `hsx ls --json` prints them with each sample
+        ("run.json", {"meaning": {"layers": [10**100]}}),
         ("run.json", {"meaning": {"model": {}}}),
         ("run.json", {"first_rows": {"a": []}}),
         ("run.json", {"format": [[]]}),
@@ -301,6 +303,7 @@ def _receipt_with(**changes: Any) -> bytes:
         {"writer": "a/b"},
         {"part": "data/\ud800"},
         {"part": "data/a\nb"},
+        {"part": "data/.hsx-unfinished-0"},  # no store reads such a name
         {"slot": 0.0},
     ],
 )
@@ -435,3 +438,11 @@ def test_a_big_endian_machine_is_refused() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode
     assert "expected a little-endian machine" in done.stderr
+
+
+def test_a_line_is_no_longer_than_a_receipt_also_next_to_a_file_with_holes(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store_run(store, [random_sample("a", 20)])
+    os.truncate(tmp_path / "manifest/0001/w/000001.json", 1 << 40)
+    begin = b'{"crc32c":"00000000","receipt":{"attempt":1,"writer":"w","seq":1,"more":"'
+    assert compacted._size_of_receipt(store, begin, "x") == 100_000_000

@@ -14,7 +14,7 @@ import torch
 
 from hsx_dist.cli import main
 from hsx_dist.errors import ConfigError, FormatError, HsxError, IntegrityError, SampleNotFound
-from hsx_dist.format.codecs import SplitCodec
+from hsx_dist.format.codecs import SplitCodec, ZstdCodec
 from hsx_dist.format.container import EncodedPart, EncodedSegment, SegmentEncoder, build_part
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.page import token_hash
@@ -491,3 +491,17 @@ def test_ids_that_cannot_be_decoded_are_found(monkeypatch: pytest.MonkeyPatch) -
     run_of(point_sample("a").segments(0), store=store)
     (problem,) = verify_run(store).problems
     assert "segment 3, layer 3" in problem.message
+
+
+def test_columns_of_zeros_expand_no_further_into_carriers_than_into_states() -> None:
+    """``hsx cat`` writes carriers."""
+    store = MemoryStore()
+    write_v1_run(store, {"meaning": {}, "settings": {}})
+    made = RandomSample("a", np.zeros((64, 1, 1 << 14), np.uint16), np.arange(64), (3,), "bfloat16", 64)
+    facts = {"point": "q", "shards": 64, "columns": 64, "sample_hash": token_hash(made.token_ids)}
+    columns = [(made, replace(made.segments()[0], **facts, shard=i, column=i), 0) for i in range(64)]
+    RunWriter(store, ZstdCodec()).put(columns)
+    sample = Run(store)["a"]
+    for read in (lambda: sample.load(points=["q"]), lambda: sample.load_carrier(point="q")):
+        with pytest.raises(FormatError, match="at most 64 times"):
+            read()
