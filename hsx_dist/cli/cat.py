@@ -44,6 +44,10 @@ def run_cat(
     if not Path(out).absolute().parent.is_dir():
         raise ConfigError(f"-o: expected a file in a folder that exists, got {out!r}; make {Path(out).parent} first")
     names = [HIDDEN_STATES] if points is None else list(dict.fromkeys(points.split(",")))
+    if taken := sorted(set(names) & (_TAKEN - {HIDDEN_STATES})):
+        raise ConfigError(
+            f"--points: expected points that share no name with another array of a file, got {taken}. Use Sample.load"
+        )
     if suffix == ".npy" and len(names) > 1:
         raise ConfigError(f"-o: expected .npz or .safetensors for {len(names)} points, got {out!r}. Name another file")
     sample = open_run(path, storage_options=parse_storage_options(options))[key]

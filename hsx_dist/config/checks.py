@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from importlib.metadata import entry_points
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def check_input(config: InputConfig) -> None:
 def check_deadline(value: object) -> object:
     """A deadline as seconds or a time with its zone. Text is taken for the latter alone: pydantic would take a number
     of seconds for a time in 1970."""
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < inf):
         return value
     try:
         when = value if isinstance(value, datetime) else datetime.fromisoformat(str(value))

@@ -75,7 +75,9 @@ def _checked(check: Callable[[Any], object], *fields: str, mode: Literal["before
 class Settings(BaseModel):
     """A group of settings: immutable, no unknown names, and a repr that shows no credential."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, hide_input_in_errors=True, validate_default=True, allow_inf_nan=False
+    )
 
     def public(self) -> dict[str, Any]:
         """The settings as plain JSON data, without any credential (names stay, values are hidden)."""

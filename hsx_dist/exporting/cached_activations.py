@@ -40,7 +40,7 @@ class SaeLensExporter(Exporter):
         self.layers = need(run, layers, "saelens")
         self.per_file = options.samples_per_file
         self._context = options.context
-        self._width = run.at(0).hidden_size
+        self._width = run.at(0).hidden_size if len(run) else 0
         self._hook = hook_of_layer(layers[0])
 
     def file(self, first: int) -> str:

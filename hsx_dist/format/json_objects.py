@@ -68,7 +68,7 @@ def check_depth(value: Any, what: str) -> None:
 
 def shown(value: Any) -> str:
     """A JSON value for an error message, shortened to 80 characters."""
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list | tuple):  # not printed: it may be large or deep
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     return repr(value)[:80] if isinstance(value, str) else str(value)[:80]
 

@@ -20,6 +20,7 @@ from hsx_dist.format.description import MAX_COLUMNS, MAX_TOKENS
 from hsx_dist.format.json_objects import parse_json, shown
 from hsx_dist.format.names import LARGEST_NUMBER, WRITER
 from hsx_dist.format.segments import SegmentProof, SegmentTable
+from hsx_dist.store.folder_listing import UNFINISHED
 
 __all__ = ["Receipt", "RowFate", "SegmentProof"]
 
@@ -179,7 +180,9 @@ def _receipt(b: _Json) -> Receipt:
     part = b["part"]
     if part is not None:
         part = _text(part, "part")
-        if not _PART.fullmatch(part) or any(p in ("", ".", "..") for p in part.split("/")):
+        pieces = part.split("/")
+        wrong = any(p in ("", ".", "..") for p in pieces) or pieces[-1].startswith(UNFINISHED)
+        if wrong or not _PART.fullmatch(part):
             raise ValueError(f"part: expected a relative name, got {part[:80]!r}")
     segments = _segments(b["segments"], len(segment_columns))
     if part is None and segments:

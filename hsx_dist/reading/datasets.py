@@ -424,7 +424,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         else:
             restore(state, self._fingerprint, state.get("shards") or 1, state.get("shard") or 0)
             self._epoch.set(state["epoch"])
-        require_run(state, self.run.place, lambda: has_position(self.run.store, state.get("position", {})))
+        position = {} if self._follow is None else state["position"]
+        require_run(state, self.run.place, lambda: has_position(self.run.store, position))
         self._resume = dict(state)
 
     @cached_property

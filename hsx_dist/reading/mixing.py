@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.format.json_objects import shown
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.order import MIXED, MIXED_MEMBERS, check_state
 
@@ -101,7 +102,7 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
             []
         """
         if not isinstance(state, Mapping) or state.get("format") != MIXED:
-            raise ConfigError(f"state: expected a state_dict of a MixedDataset, got {str(state)[:80]}")
+            raise ConfigError(f"state: expected a state_dict of a MixedDataset, got {shown(state)}")
         check_state(state, MIXED_MEMBERS, required=tuple(MIXED_MEMBERS))
         sizes = len(state["taken"]), len(state["datasets"])
         if sizes != (len(self._datasets),) * 2 or min(state["taken"]) < 0:

@@ -16,7 +16,18 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError, RunMismatch
-from hsx_dist.format.json_objects import MemberCheck, anything, check_members, count, list_of, number, or_null, text
+from hsx_dist.format.json_objects import (
+    MAX_DEPTH,
+    MemberCheck,
+    anything,
+    check_members,
+    count,
+    list_of,
+    number,
+    or_null,
+    shown,
+    text,
+)
 from hsx_dist.format.place import Place
 
 _VERSION = "hsx-dataset/1"
@@ -34,7 +45,7 @@ _MEMBERS = {
     **dict.fromkeys(("epoch", "taken", "shard", "skipped"), count),
     "shards": or_null(count),
     "history": list_of(_dealt),
-    "run": or_null(text),
+    **dict.fromkeys(("run", "samples", "order"), or_null(text)),
 }
 
 
@@ -138,7 +149,7 @@ def check_state(state: Any, checks: Mapping[str, MemberCheck], required: Sequenc
     A trainer's checkpoint may be damaged, and its numbers decide how much is read.
     """
     if not isinstance(state, Mapping):
-        raise ConfigError(f"state: expected the result of state_dict, got {str(state)[:80]}")
+        raise ConfigError(f"state: expected the result of state_dict, got {shown(state)}")
     if missing := [name for name in required if name not in state]:
         raise ConfigError(
             f"state: expected the result of state_dict, got one without {missing[0]!r}. Use another checkpoint"
@@ -156,7 +167,7 @@ def restore(state: Mapping[str, Any], expected: Mapping[str, str], shards: int, 
         ConfigError: the state is of other samples or another order, or of a shard among another number of shards.
     """
     if not isinstance(state, Mapping) or state.get("format") != _VERSION:
-        raise ConfigError(f"state: expected a state_dict of a HiddenStatesDataset, got {str(state)[:80]}")
+        raise ConfigError(f"state: expected a state_dict of a HiddenStatesDataset, got {shown(state)}")
     if state.get("samples") != expected["samples"]:
         raise ConfigError(
             "state: expected a state of the same samples, seed and shuffle, got other ones. Open the data set with the "
@@ -206,7 +217,10 @@ def merge_states(states: Any) -> dict[str, Any]:
         check_state(state, MIXED_MEMBERS, required=tuple(MIXED_MEMBERS))
     if mixed:
         return _merge_mixed(mixed)
-    found = _find(states, _VERSION)
+    return _merge_shards(_find(states, _VERSION))
+
+
+def _merge_shards(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not found:
         raise ConfigError("states: expected the states of a HiddenStatesDataset, got none. Give those of all ranks")
     by_shard: dict[int, Mapping[str, Any]] = {}
@@ -238,13 +252,24 @@ def _merge_mixed(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "format": MIXED,
         "taken": taken,
-        "datasets": [merge_states([state["datasets"][i] for state in states]) for i in range(size)],
+        "datasets": [_merge_shards(_find([state["datasets"][i] for state in states], _VERSION)) for i in range(size)],
     }
 
 
 def _find(states: Any, version: str) -> list[Mapping[str, Any]]:
-    if isinstance(states, Mapping):
-        return [states] if states.get("format") == version else _find(list(states.values()), version)
-    if isinstance(states, Sequence) and not isinstance(states, (str, bytes)):
-        return [found for item in states for found in _find(item, version)]
-    return []
+    found: list[Mapping[str, Any]] = []
+    level = [states]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                if item.get("format") == version:
+                    found.append(item)
+                else:
+                    below += item.values()
+            elif isinstance(item, Sequence) and not isinstance(item, (str, bytes)):
+                below += item
+        if not below:
+            return found
+        level = below
+    raise ConfigError(f"states: expected lists and mappings nested at most {MAX_DEPTH} deep, got deeper ones")

@@ -280,6 +280,10 @@ class LocalStore:
             raise NotFound(f"{where}: there is no such object") from e
         except PermissionError as e:
             raise Denied(f"{where}: {e.strerror}. Check the folder's owner and mode, or choose another output") from e
+        except RecursionError as e:
+            raise StoreError(
+                f"{where}: expected folders in a few levels, got hundreds of levels. Remove the deepest folders"
+            ) from e
         except OSError as e:
             if e.errno in FULL:
                 raise StoreError(f"{where}: {e.strerror}. Free some space, or choose another output") from e

@@ -111,3 +111,14 @@ def test_a_job_is_told_of_paths_that_end_with_it(monkeypatch: pytest.MonkeyPatch
         refuse_in_job("output", fine)
     with pytest.raises(ConfigError, match=r"DEST: expected an absolute path or a URL.*\$PWD/out"):
         refuse_in_job("DEST", "out")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["part_seconds", "stop_seconds", "wait_seconds", "deadline"])
+def test_numbers_are_finite(name: str, value: float) -> None:
+    """JSON has no other numbers, and a thread cannot wait for ever by a time limit."""
+    with pytest.raises(ConfigError, match=f"^{name}: expected"):
+        make(**{name: value})
+    for group in ({"store": {"retry_seconds": value}}, {"replica": {"resources": {"a": value}}}):
+        with pytest.raises(ConfigError, match=f"^{next(iter(group))}"):
+            make(**group)

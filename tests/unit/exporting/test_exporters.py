@@ -697,3 +697,9 @@ def test_routing_refuses_a_selection_of_tokens_before_it_claims_the_folder(tmp_p
 def test_no_exporter_takes_counts_of_nothing(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: expected at least 1, got 0"):
         ExportOptions(**{name: 0})
+
+
+def test_a_run_without_samples_is_no_internal_error(tmp_path: Path) -> None:
+    store_run(open_store(str(tmp_path / "run")), [], info={"meaning": {"layers": [5]}})
+    with pytest.raises(ConfigError, match="expected samples of 128 tokens"):
+        export_run(open_run(str(tmp_path / "run")), "saelens", tmp_path / "out")

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hsx_dist import HiddenStatesDataset, HiddenStatesMapDataset, MixedDataset, TokenBatches, merge_states, open_run
-from hsx_dist.errors import ConfigError, FormatError, NotFound
+from hsx_dist.errors import ConfigError, FormatError, IntegrityError, NotFound
+from hsx_dist.reading import Run
 from hsx_dist.reading.collate import pack, pad
 from hsx_dist.reading.order import Dealt, EpochPosition, canonical_order
 from hsx_dist.store import Store, open_store
@@ -29,6 +30,7 @@ from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import store_run
+from tests.soak.claim_kinds import sealed
 
 N = 23
 
@@ -550,3 +552,35 @@ def test_damaged_states_are_not_merged(url: str, change: dict[str, Any]) -> None
     for damaged in ({"taken": "x"}, {"taken": []}, {"datasets": 3}, {"datasets": [{**state, **change}]}):
         with pytest.raises(ConfigError, match=r"^state"):
             merge_states([{**mixed, **damaged}])
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda v: [v], lambda v: {"a": v}, lambda v: {"format": "hsx-mixed/1", "taken": [1], "datasets": [v]}]
+)
+def test_states_nested_deeply_are_refused(url: str, wrap: Any) -> None:
+    deep: Any = 0
+    for _ in range(3000):
+        deep = wrap(deep)
+    dataset = HiddenStatesDataset(url, rank=0, world_size=1)
+    state = dataset.state_dict()
+    for states in (deep, [{**state, "samples": deep}], [{**state, "run": deep}, state]):
+        with pytest.raises(ConfigError, match=r"^states?:"):
+            merge_states(states)
+    for damaged in (deep, {**state, "format": deep}, {**state, "samples": deep}, {**state, "history": deep}):
+        for reader in (dataset, MixedDataset([dataset]), TokenBatches(dataset, 4)):
+            with pytest.raises(ConfigError, match="state"):
+                reader.load_state_dict(damaged)
+
+
+def test_a_receipt_that_says_less_than_the_part_holds_is_found_before_its_states_are_decoded() -> None:
+    """``prefetch_bytes`` counts the bytes that receipts name."""
+    store = MemoryStore()
+    store_run(store, [random_sample("a")])
+    (name,) = [n for n in store.objects if "/manifest/" in n and n.endswith("000001.json")]
+    body = json.loads(store.objects[name])["receipt"]
+    body["segments"][0][7] -= 1
+    store.put(name, [sealed(body)])
+    for complete in [n for n in store.objects if n.endswith(".complete.json")]:
+        store.delete(complete)
+    with pytest.raises(IntegrityError, match="bytes of states"):
+        Run(store)["a"].load()

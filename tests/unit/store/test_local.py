@@ -226,3 +226,17 @@ def test_of_two_puts_at_once_the_last_is_not_deleted_as_the_first(
     assert done
     assert stored[0] == "slow"  # B was the last
     assert [store.get(name) for name in _files(tmp_path)] == ([b"B renewed"] if renews else [])
+
+
+def test_folders_in_very_many_levels_are_a_typed_error(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("a", dir_fd=folder)
+        below = os.open("a", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    os.close(folder)
+    store = LocalStore(tmp_path)
+    for ask in (store.list, store.unfinished, lambda: store.list_readable(lambda _: None)):
+        with pytest.raises(StoreError, match="hundreds of levels"):
+            list(ask())
