@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from hsx_dist.errors import FormatError
+
+_Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 #: A row may take so many times ``input.max_row_bytes`` as objects: token ids take 5 times, text 8 times at most.
 _COST_FACTOR = 12
@@ -12,6 +16,8 @@ _COST_FACTOR = 12
 _FREE_BYTES = 1 << 20
 #: A byte of text in a table. With it, a row whose texts take ``input.max_row_bytes`` is the largest that is taken.
 _TEXT_BYTE = _COST_FACTOR
+#: The least that a value of a table takes.
+_VALUE = 64
 
 
 def most_cost(max_row_bytes: int) -> int:
@@ -28,55 +34,79 @@ def cost_of_json(line: bytes | str) -> int:
     return 8 * len(line) + 40 * items + 70 * lists + 250 * objects
 
 
-def cost_of_columns(batch: Any) -> int:
+def cost_of_columns(batch: Any, most: int) -> int:
     """Bytes that ``batch.to_pylist()`` takes, about, from lengths and offsets alone. ``batch``: a RecordBatch.
+
+    The work is limited by ``most``, not by what the batch refers to: a dictionary of a few KiB in the file may have a
+    billion values. If the bytes exceed ``most``, returns some number above ``most``.
 
     Raises:
         FormatError: a column has a type whose cost is not known.
     """
-    return 250 * int(batch.num_rows) + sum(_cost(column) for column in batch.columns)
-
-
-def _cost(column: Any) -> int:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    kind, n = column.type, len(column)
-    if not n:
+    rows = int(batch.num_rows)
+    if not rows:
         return 0
-    types = pa.types
-    if any(f(kind) for f in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)):
-        return 80 * n + _TEXT_BYTE * int(pc.sum(pc.binary_length(column)).as_py() or 0)
-    if types.is_string_view(kind) or types.is_binary_view(kind):
-        return 80 * n + _TEXT_BYTE * _view_bytes(column)
+    all_rows = np.zeros(1, np.int64), np.full(1, rows, np.int64)
+    return 250 * rows + sum(_cost(column, *all_rows, most) for column in batch.columns)
+
+
+def _cost(values: Any, starts: _Numbers, sizes: _Numbers, most: int) -> int:
+    """What ``values[start : start + size]`` of all ranges takes. The ranges may overlap."""
+    import pyarrow as pa
+
+    n = int(sizes.sum())
+    kind, types = values.type, pa.types
+    if not n or _is_fixed(kind) or _VALUE * n > most:  # no value takes less
+        return _VALUE * n
+    if types.is_struct(kind):
+        return 250 * n + sum(100 * n + _cost(values.field(i), starts, sizes, most) for i in range(kind.num_fields))
     if types.is_fixed_size_binary(kind):
         return (80 + _TEXT_BYTE * kind.byte_width) * n
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
-        offsets = column.offsets
-        start, stop = offsets[0].as_py(), offsets[n].as_py()
-        children = (column.keys, column.items) if types.is_map(kind) else (column.values,)
-        return 120 * n + sum(_cost(child.slice(start, stop - start)) for child in children)
-    if types.is_list_view(kind) or types.is_large_list_view(kind):
-        return 120 * n + _cost_of_ranges(column.values, _numbers(column.offsets), _numbers(column.sizes))
     if types.is_fixed_size_list(kind):
         size = kind.list_size
-        return 120 * n + _cost(column.values.slice(column.offset * size, n * size))
-    if types.is_struct(kind):
-        return 250 * n + sum(100 * n + _cost(column.field(i)) for i in range(kind.num_fields))
-    if types.is_dictionary(kind):
-        value = kind.value_type
-        if types.is_string(value) or types.is_large_string(value):
-            lengths = pc.take(pc.binary_length(column.dictionary), column.indices)
-            return 80 * n + _TEXT_BYTE * int(pc.sum(lengths).as_py() or 0)
-        return n * _largest(column.dictionary)
-    if types.is_run_end_encoded(kind):
-        at, length = column.find_physical_offset(), column.find_physical_length()
-        return n * _largest(column.values.slice(at, length))
+        return 120 * n + _cost(values.values, (values.offset + starts) * size, sizes * size, most)
+    is_text = any(f(kind) for f in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary))
+    if is_text or types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
+        is_large = types.is_large_string(kind) or types.is_large_binary(kind) or types.is_large_list(kind)
+        ends = _buffer(values, 1, np.int64 if is_large else np.int32, more=1)
+        starts, stops = ends[starts].astype(np.int64), ends[starts + sizes].astype(np.int64)
+        if is_text:
+            return 80 * n + _TEXT_BYTE * int((stops - starts).sum())
+        children = (values.keys, values.items) if types.is_map(kind) else (values.values,)
+        return 120 * n + sum(_cost(child, starts, stops - starts, most) for child in children)
+    at = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(n)
     if types.is_union(kind):
-        return 64 * n + _cost_of_union(column)
-    if _is_fixed(kind):
-        return 64 * n
+        return _VALUE * n + _cost_of_union(values, at, most)
+    return _cost_of_references(values, at[_are_valid(values, at)], most) + 80 * n
+
+
+def _cost_of_references(values: Any, at: _Numbers, most: int) -> int:
+    """What the elements ``at``, none of which is null, take elsewhere."""
+    import pyarrow as pa
+
+    kind, types = values.type, pa.types
+    if types.is_string_view(kind) or types.is_binary_view(kind):  # each begins with its length
+        return _TEXT_BYTE * int(_buffer(values, 1, np.dtype("4i4"))[at, 0].sum(dtype=np.int64))
+    if types.is_list_view(kind) or types.is_large_list_view(kind):
+        number = np.int64 if types.is_large_list_view(kind) else np.int32
+        starts, sizes = (_buffer(values, i, number)[at].astype(np.int64) for i in (1, 2))
+        return 40 * len(at) + _cost(values.values, starts, sizes, most)
+    if types.is_dictionary(kind):
+        places = _buffer(values.indices, 1, kind.index_type.to_pandas_dtype())[at]
+        return _cost(values.dictionary, places.astype(np.int64), np.ones(len(at), np.int64), most)
+    if types.is_run_end_encoded(kind):
+        ends = _buffer(values.run_ends, 1, kind.run_end_type.to_pandas_dtype())
+        places = np.searchsorted(ends, values.offset + at, side="right")
+        return _cost(values.values, places, np.ones(len(at), np.int64), most)
     raise FormatError(f"expected columns of a type that has Python values, got {str(kind)[:80]}. Cast the column")
+
+
+def _cost_of_union(values: Any, at: _Numbers, most: int) -> int:
+    kind = values.type
+    codes = _buffer(values, 1, np.int8)[at]
+    places = at if kind.mode == "sparse" else _buffer(values, 2, np.int32)[at].astype(np.int64)
+    own = ((values.field(i), places[codes == code]) for i, code in enumerate(kind.type_codes))
+    return sum(_cost(child, starts, np.ones(len(starts), np.int64), most) for child, starts in own)
 
 
 def _is_fixed(kind: Any) -> bool:
@@ -85,48 +115,15 @@ def _is_fixed(kind: Any) -> bool:
     return bool(pa.types.is_null(kind) or pa.types.is_primitive(kind) or pa.types.is_decimal(kind))
 
 
-def _largest(values: Any) -> int:
-    """What any one of ``values`` takes at most."""
-    return 64 if _is_fixed(values.type) else _cost(values)
+def _buffer(values: Any, i: int, kind: Any, more: int = 0) -> Any:
+    """Buffer ``i`` of an Arrow array as numbers, one for each element and ``more``. ``ValueError`` if it is shorter."""
+    return np.frombuffer(values.buffers()[i], kind, values.offset + len(values) + more)[values.offset :]
 
 
-def _numbers(array: Any) -> Any:
-    return array.to_numpy(zero_copy_only=False).astype("int64")
-
-
-def _view_bytes(column: Any) -> int:
-    """Bytes of the texts of a column of views, each of which begins with its length."""
-    import numpy as np
-
-    views = np.frombuffer(column.buffers()[1], np.int32)[4 * column.offset :][: 4 * len(column) : 4]
-    valid = column.is_valid().to_numpy(zero_copy_only=False)
-    return int(views[valid].sum(dtype=np.int64))
-
-
-def _cost_of_union(column: Any) -> int:
-    import numpy as np
-
-    kind = column.type
-    if kind.mode == "sparse":
-        return sum(_cost(column.field(i)) for i in range(kind.num_fields))
-    rows = slice(column.offset, column.offset + len(column))
-    codes = np.frombuffer(column.buffers()[1], np.int8)[rows]
-    offsets = np.frombuffer(column.buffers()[2], np.int32)[rows].astype(np.int64)
-    total = 0
-    for i, code in enumerate(kind.type_codes):
-        starts = offsets[codes == code]
-        total += _cost_of_ranges(column.field(i), starts, np.ones_like(starts))
-    return total
-
-
-def _cost_of_ranges(values: Any, starts: Any, sizes: Any) -> int:
-    """What ``values[start : start + size]`` of all pairs takes. The ranges may overlap."""
-    starts, sizes = starts[sizes > 0], sizes[sizes > 0]
-    if not len(starts):
-        return 0
-    stops = starts + sizes
-    if _is_fixed(values.type):
-        return 64 * int(sizes.sum())
-    begin, end = int(starts.min()), int(stops.max())
-    whole = _cost(values.slice(begin, end - begin))
-    return whole if bool((starts[1:] >= stops[:-1]).all()) else len(starts) * whole
+def _are_valid(values: Any, at: _Numbers) -> Any:
+    """bool: which elements are not null. What the others refer to has no meaning."""
+    bits = values.buffers()[0]
+    if bits is None:
+        return np.ones(len(at), bool)
+    place = values.offset + at
+    return np.frombuffer(bits, np.uint8)[place >> 3] >> (place & 7).astype(np.uint8) & 1 == 1

@@ -13,8 +13,8 @@ from typing import IO, Any
 
 from hsx_dist.errors import ConfigError, FormatError, HsxError
 from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, with_uuids_as_text
-from hsx_dist.inputs.decompress import FREE_ROWS, MOST_ROWS
-from hsx_dist.inputs.row_cost import cost_of_columns
+from hsx_dist.inputs.decompress import FREE_BYTES, FREE_ROWS, MAX_EXPANSION, MOST_ROWS
+from hsx_dist.inputs.row_cost import cost_of_columns, most_cost
 
 #: Rows of a batch. Its bytes have other limits.
 BATCH_ROWS = 256
@@ -85,6 +85,9 @@ def read_columns(
     require_pyarrow()
     import pyarrow as pa
 
+    stored = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    cost_left = most_cost(max(FREE_BYTES, MAX_EXPANSION * stored))
     try:
         batches = _parquet(file, columns, needed, shown) if form == "parquet" else _arrow(file, columns, needed, shown)
         for batch in batches:
@@ -97,7 +100,13 @@ def read_columns(
                     "rows without repetition"
                 )
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                for rows in _rows(with_uuids_as_text(batch.slice(start, BATCH_ROWS)), most):
+                for rows, cost in _rows(with_uuids_as_text(batch.slice(start, BATCH_ROWS)), most):
+                    cost_left -= cost
+                    if cost_left < 0:
+                        raise FormatError(
+                            f"expected at most {MAX_EXPANSION} bytes for each stored byte, got more beyond "
+                            f"{FREE_BYTES}. Write the rows without repetition"
+                        )
                     yield list(enumerate(rows, at))
                     at += len(rows)
     except StoreFailed as e:
@@ -111,12 +120,14 @@ def read_columns(
         ) from e
 
 
-def _rows(batch: Any, most: int) -> Iterator[list[Any]]:
-    """Rows of Arrow's RecordBatch, as many at once as take ``most`` bytes; None for a row that takes more."""
-    if cost_of_columns(batch) <= most:
-        yield _records(batch)
+def _rows(batch: Any, most: int) -> Iterator[tuple[list[Any], int]]:
+    """Rows of Arrow's RecordBatch, as many at once as take ``most`` bytes, and their cost; None for a row that takes
+    more."""
+    cost = cost_of_columns(batch, most)
+    if cost <= most:
+        yield _records(batch), cost
     elif batch.num_rows == 1:
-        yield [None]
+        yield [None], 0
     else:
         half = batch.num_rows // 2
         yield from _rows(batch.slice(0, half), most)

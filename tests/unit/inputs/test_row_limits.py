@@ -7,12 +7,14 @@ import gzip
 import io
 import json
 import lzma
+import time
 import tracemalloc
 import zipfile
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
@@ -22,7 +24,7 @@ import zstandard
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.inputs import lines, records, rows
+from hsx_dist.inputs import lines, records, rows, tables
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.inputs.row_cost import cost_of_columns, cost_of_json, most_cost
 from hsx_dist.inputs.rows import Row, read_rows, rows_from
@@ -174,7 +176,7 @@ def test_elements_without_bytes_are_not_made_of_any_type(tmp_path: Path, kind: s
 def test_ranges_of_a_view_that_overlap_are_each_counted() -> None:
     starts, sizes = pa.array([0] * 100, pa.int32()), pa.array([1000] * 100, pa.int32())
     views = pa.ListViewArray.from_arrays(starts, sizes, pa.array(["a"] * 1000))
-    assert cost_of_columns(pa.record_batch([views], ["a"])) > 100 * 1000 * 80
+    assert cost_of_columns(pa.record_batch([views], ["a"]), 1 << 40) > 100 * 1000 * 80
 
 
 @pytest.mark.parametrize("kind", ["view", "list view", "runs", "dense union", "sparse union", "dictionary"])
@@ -191,7 +193,7 @@ def test_each_row_of_a_batch_is_counted_with_its_own_bytes(kind: str) -> None:
         "dictionary": pa.DictionaryArray.from_arrays(places, texts),
     }
     batch = pa.record_batch([columns[kind]], ["a"])
-    short, long, last = (cost_of_columns(batch.slice(i, 1)) for i in range(3))
+    short, long, last = (cost_of_columns(batch.slice(i, 1), 1 << 40) for i in range(3))
     assert short == last < 1000
     assert 12_000_000 < long < 12_001_000
 
@@ -372,3 +374,38 @@ def test_refused_rows_without_end_end_the_input(tmp_path: Path, unit: bytes, mon
     assert "The last: " in str(error.value)
     path.write_bytes((unit * 10 + b'{"text":"fine"}\n') * 50)
     assert len(list(read_rows(InputConfig(path=str(path))))) == 550
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "list view", "list of a dictionary"])
+def test_values_that_no_row_has_cost_no_time(kind: str) -> None:
+    """A few KiB of a compressed file hold a dictionary of many empty texts."""
+    n = 50_000_000
+    texts = pa.StringArray.from_buffers(n, pa.py_buffer(np.zeros(n + 1, np.int32)), pa.py_buffer(b""))
+    places = pa.array([0, n - 1] * 128, pa.int32())
+    column = pa.DictionaryArray.from_arrays(places, texts)
+    if kind == "list view":
+        column = pa.ListViewArray.from_arrays(places, pa.array([1] * 256, pa.int32()), texts)
+    elif kind == "list of a dictionary":
+        column = pa.ListArray.from_arrays(pa.array(range(257), pa.int32()), column)
+    batch = pa.record_batch([column], ["text"])
+    begin = time.process_time()
+    for _ in range(50):
+        assert cost_of_columns(batch, 1 << 20) < 1 << 20
+    assert time.process_time() - begin < 1
+
+
+@pytest.mark.parametrize("ending", ["arrow", "parquet"])
+def test_texts_that_are_stored_once_and_named_often_are_an_error(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "FREE_BYTES", 1 << 20)
+    table = pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([0] * 10_000), pa.array(["x" * 10_000]))})
+    path = tmp_path / f"a.{ending}"
+    if ending == "parquet":
+        pq.write_table(table, path, compression="zstd")
+    else:
+        with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+            writer.write_table(table)
+    with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
+        for _ in read_rows(InputConfig(path=str(path))):
+            pass
