@@ -381,6 +381,7 @@ def columns(rng: random.Random, folder: Path) -> list[Read]:
     return [
         *readers_of(store),
         lambda: [s.load(points=[point], framework="numpy") for s in open_run(store.url)],
+        lambda: [s.load_carrier(point=point) for s in open_run(store.url)],
         lambda: list(islice(TokenBatches(data(), 4), 3)),
         lambda: compute_statistics(open_run(store.url), point=point),
     ]
