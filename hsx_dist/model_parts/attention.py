@@ -18,6 +18,8 @@ from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.whole import require_whole
 
+#: No model has more. A head has tokens x tokens weights, but may take one number of a stored row.
+_MOST_HEADS = 1024
 #: Points before and after the norm of each head.
 _PLAIN, _NORMED = ("q", "k"), ("q_norm", "k_norm")
 
@@ -160,7 +162,9 @@ class AttentionPatterns:
     def _check_heads(self, q: StoredPoint, k: StoredPoint) -> None:
         heads = self._files.config.get("num_attention_heads")
         groups = self._files.config.get("num_key_value_heads") or heads
-        whole = q.heads and k.heads and not q.heads % k.heads and q.width // q.heads == k.width // k.heads
+        whole = (
+            0 < k.heads <= q.heads <= _MOST_HEADS and not q.heads % k.heads and q.width // q.heads == k.width // k.heads
+        )
         if not whole or (heads or q.heads, groups or k.heads) != (q.heads, k.heads):
             raise ConfigError(
                 f"{self.model}: expected points of {heads} query and {groups} key heads, of one size, got {q.heads} "

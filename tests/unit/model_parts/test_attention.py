@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hsx_dist import AttentionPatterns
 from hsx_dist.errors import ConfigError
+from hsx_dist.model_parts import attention
 from hsx_dist.model_parts.attention import ATTENTION_RULES
 from hsx_dist.reading import Sample
 from hsx_dist.testing.stores import MemoryStore
@@ -212,3 +213,12 @@ def test_rows_that_are_not_finite_spoil_no_other_row(made: Attended) -> None:
     got = AttentionPatterns(str(made.folder)).pattern(run_of(stored.segments(0), store=MemoryStore())["a"], 0)
     assert np.isnan(got[:, 5, :6]).all()
     np.testing.assert_allclose(np.delete(got, 5, 1), np.delete(made.attention[0], 5, 1), atol=1e-5)
+
+
+def test_heads_that_no_model_has_are_refused_before_their_weights_are_allocated(
+    made: Attended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may name a model on the hub whose configuration has as many heads as the run's rows."""
+    monkeypatch.setattr(attention, "_MOST_HEADS", QUERIES - 1)
+    with pytest.raises(ConfigError, match="got 6 heads in 96 numbers"):
+        AttentionPatterns(str(made.folder)).pattern(made.sample(), 0)
