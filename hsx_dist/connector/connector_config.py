@@ -144,7 +144,7 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     """
     given = extra.get("hsx") or {}
     if not isinstance(given, Mapping):
-        raise ConfigError(f"kv_connector_extra_config.hsx: expected an object, got a {type(given).__name__}. Correct it")
+        raise ConfigError(f"kv_connector_extra_config.hsx: expected an object, got a {type(given).__name__}")
     table = dict(given)
     for theirs, ours in VLLM_KEYS.items():
         if extra.get(theirs) is not None:
