@@ -144,7 +144,9 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     """
     given = extra.get("hsx") or {}
     if not isinstance(given, Mapping):
-        raise ConfigError(f"kv_connector_extra_config.hsx: expected an object, got a {type(given).__name__}")
+        raise ConfigError(
+            f"kv_connector_extra_config.hsx: expected an object, got a {type(given).__name__}. Write names and values"
+        )
     table = dict(given)
     for theirs, ours in VLLM_KEYS.items():
         if extra.get(theirs) is not None:

@@ -84,7 +84,8 @@ class StatesFile:
         self.layer_ids = {name: point.layers for name, point in stored.items()}
         self.meta = sample.meta
         selection = self.meta.get("tokens")
-        self.request_tokens = selection["of"] if isinstance(selection, dict) else sample.num_tokens
+        total = selection.get("of") if isinstance(selection, dict) else None
+        self.request_tokens = total if type(total) is int else sample.num_tokens
         self.has_mask = mask is not None
         meta = json.dumps(self.meta)
         self._front = self._build_front(small, meta)

@@ -107,6 +107,13 @@ def test_a_sample_or_a_range_of_it_is_streamed_bit_by_bit(
         assert (head.headers["content-length"], head.content) == (str(len(answer.content)), b"")
 
 
+@pytest.mark.parametrize("tokens", [{}, {"of": "37"}, [37], None])
+def test_a_sample_whose_selection_is_not_described_as_ours_is_answered(tmp_path, tokens):
+    sample = store_sample(tmp_path, random_sample("k"), tokens=tokens)
+    with client(outer_server(tmp_path)) as c:
+        assert same(c.get("/v1/hidden_states/k").content, sample)
+
+
 def test_what_is_streamed_is_fetched_once(tmp_path, monkeypatch):
     monkeypatch.setattr(states_file, "PIECE_BYTES", 1)
     sample = store_sample(tmp_path, random_sample("k", 320, hidden_size=512))
