@@ -109,7 +109,7 @@ class _StrictLoader(yaml.SafeLoader):
 def _parse(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _StrictLoader)  # noqa: S506 (a SafeLoader)
-    except yaml.YAMLError as e:
+    except Exception as e:  # noqa: BLE001 - also of the loader's own conversions: ValueError for the date 2024-13-01
         # str(e) would quote the text, and a credential may stand there.
         mark = getattr(e, "problem_mark", None)
         at = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""

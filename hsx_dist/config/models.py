@@ -29,6 +29,8 @@ from hsx_dist.config.secrets import (
 )
 
 _MIB = 1 << 20
+#: Thirty years. Time-outs of Python and Ray overflow beyond three hundred.
+MAX_SECONDS = 1e9
 Bytes = Annotated[ByteSize, Field(gt=0)]
 Options = dict[str, Any]
 
@@ -187,11 +189,11 @@ class WritersConfig(Settings):
 
     per_node: int = Field(default=1, ge=1, description="Writer actors on each node.")
     num_cpus: float = Field(default=1.0, ge=0, description="CPU cores that Ray reserves for one writer.")
-    threads: int = Field(default=2, ge=1, description="Threads of one writer that compress.")
+    threads: int = Field(default=2, ge=1, le=256, description="Threads of one writer that compress.")
     credit_bytes: Bytes = Field(
         default=ByteSize(256 * _MIB), description="Bytes of pages that one writer holds at most."
     )
-    uploads: int = Field(default=4, ge=1, description="Parts that one writer uploads at once.")
+    uploads: int = Field(default=4, ge=1, le=256, description="Parts that one writer uploads at once.")
 
 
 class ReplicaConfig(Settings):
@@ -342,6 +344,7 @@ class ExtractConfig(Settings):
     stop_seconds: float = Field(
         default=25.0,
         gt=0,
+        le=MAX_SECONDS,
         description="Seconds in which a stopped run (SIGTERM, a node's drain notice, deadline) stores computed rows. "
         "Must be less than the grace period of the scheduler or operator that stops the run.",
     )

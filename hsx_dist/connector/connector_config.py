@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from hsx_dist.config.loading import with_environment
+from hsx_dist.config.models import MAX_SECONDS
 from hsx_dist.config.secrets import check_no_credentials, secret_paths
 from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
@@ -89,7 +90,7 @@ class ConnectorConfig(BaseModel):
     )
     replica: str | None = Field(None, description="name of the job's replica that runs this engine, for log lines")
     ttl_seconds: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="seconds after which hsx gc may remove objects"
+        None, gt=0, le=MAX_SECONDS, description="seconds after which hsx gc may remove objects"
     )
     inline_bytes: int = Field(
         16 << 20,
@@ -98,7 +99,7 @@ class ConnectorConfig(BaseModel):
         "process together hold at most 16 times as much",
     )
     drain_seconds: float = Field(
-        4.0, ge=0, allow_inf_nan=False, description="seconds that shutdown waits for copied states to be stored"
+        4.0, ge=0, le=MAX_SECONDS, description="seconds that shutdown waits for copied states to be stored"
     )
 
     @property
@@ -141,7 +142,12 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     Raises:
         ConfigError: an unknown key, a wrong value, parts without a run, or a ring that could not hold two segments.
     """
-    table = dict(extra.get("hsx") or {})
+    given = extra.get("hsx") or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"kv_connector_extra_config.hsx: expected an object, got a {type(given).__name__}. Write names and values"
+        )
+    table = dict(given)
     for theirs, ours in VLLM_KEYS.items():
         if extra.get(theirs) is not None:
             table.setdefault(ours, extra[theirs])
@@ -153,7 +159,7 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
             )
     for old, values in RENAMED.items():
         if old in table:
-            new = values.get(table[old], "inline, attach or spawn")
+            new = values.get(str(table[old]), "inline, attach or spawn")
             raise ConfigError(f"expected hsx.transport, got hsx.{old}: {table[old]!r}. Set hsx.transport to {new}")
     table.setdefault("output", tempfile.gettempdir())  # where vLLM's own connector stores by default
     if isinstance(options := table.get("storage_options"), Mapping):

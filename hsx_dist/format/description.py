@@ -206,9 +206,13 @@ class Description:
             "schema": self.schema,
             "layer_meaning": _LAYER_MEANING_OF_POINTS if self.of_points else LAYER_MEANING,
             "common": common,
-            "segments": [{k: v for k, v in row.items() if k not in common} for row in rows],
         }
-        return json.dumps(body, separators=(",", ":"), sort_keys=True, ensure_ascii=True, allow_nan=False)
+        segments = (
+            {k: v for k, v in row.items() if k not in common} | _meta(info)
+            for row, info in zip(rows, self.segments, strict=True)
+        )
+        # One segment after the other: decoded metadata takes many times the memory of its text.
+        return f'{_compact(body)[:-1]},"segments":[{",".join(map(_compact, segments))}]}}'
 
     @classmethod
     def from_json(cls, text: str, num_tensors: int | None = None) -> Description:
@@ -296,11 +300,17 @@ def _row(info: SegmentInfo, *, of_points: bool) -> dict[str, Any]:
         row["sizes"] = info.sizes
     if info.loss:
         row["loss"] = [[_finite(x.rms), _finite(x.worst_token)] for x in info.loss]
-    if meta := stored_meta(s):
-        row["meta"] = meta
     if info.attached:
         row["attached"] = {n: [a.dtype, list(a.shape), a.crc] for n, a in info.attached.items()}
     return row
+
+
+def _meta(info: SegmentInfo) -> dict[str, Any]:
+    return {"meta": meta} if (meta := stored_meta(info.segment)) else {}
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True, ensure_ascii=True, allow_nan=False)
 
 
 def stored_meta(s: Segment) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import json
 import time
 import uuid
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -110,12 +110,10 @@ class _Answer:
         self.held.clear()
         try:
             _check_refused(answer.get("kv_transfer_params"))
-            end = time.monotonic() + _WAIT
-            found = {choice["index"]: await self._find(choice["index"], end) for choice in answer["choices"]}
-            async with self._source.memory.hold(sum(file.size + file.loading_bytes for file in found.values())):
-                files = {i: (self._asked.key_of(i), await self._load(i, file)) for i, file in found.items()}
-                for choice in answer["choices"]:
-                    choice["hidden_states"] = files[choice["index"]]
+            choices = {choice["index"]: choice for choice in answer["choices"]}
+            async with self._files(list(choices), time.monotonic() + _WAIT) as files:
+                for i, choice in choices.items():
+                    choice["hidden_states"] = files[i]
                 await self._send_document(answer)
         except Refusal as e:
             await e.response()(scope, receive, self._send)
@@ -171,10 +169,8 @@ class _Answer:
         )
         try:
             for i in range(self._asked.prompts * self._asked.choices):
-                file = await self._find(i, end)
-                async with self._source.memory.hold(file.size + file.loading_bytes):
-                    states = self._asked.key_of(i), await self._load(i, file)
-                    choice = {"index": i, **part, "finish_reason": None, "hidden_states": states}
+                async with self._files([i], end) as files:
+                    choice = {"index": i, **part, "finish_reason": None, "hidden_states": files[i]}
                     text, between = _with_states({**self._about, "choices": [choice]})
                     await self._send_pieces([b"data: " + text[0], *text[1:-1], text[-1] + b"\n\n"], between)
         except Refusal as e:
@@ -182,6 +178,26 @@ class _Answer:
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
     # -- both ----------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _files(self, indices: Sequence[int], end: float) -> AsyncIterator[dict[int, tuple[str, bytearray]]]:
+        """Load the states of some choices. Yields the key and the file of each, and holds their memory.
+
+        An open ``StatesFile`` takes memory in addition to its file. So only one is open at a time, and none while the
+        request waits for memory.
+        """
+        total, loading = 0, 0
+        for i in indices:
+            file: StatesFile | None = await self._find(i, end)
+            assert file is not None
+            self._count(i, file)
+            total, loading = total + file.size, max(loading, file.loading_bytes)
+        if len(indices) > 1 or not self._source.memory.has_room(total + loading):
+            file = None
+        async with self._source.memory.hold(total + loading):
+            found = {i: (self._asked.key_of(i), await self._load(i, file or await self._find(i, end))) for i in indices}
+            file = None
+            yield found
 
     async def _find(self, index: int, end: float) -> StatesFile:
         key = self._asked.key_of(index)
@@ -197,6 +213,9 @@ class _Answer:
                 f"Get /v1/hidden_states/{key} later",
             ) from e
         self._asked.check(file)
+        return file
+
+    def _count(self, index: int, file: StatesFile) -> None:
         self._left -= file.size
         if self._left < 0:
             limit = self._source.inline_bytes
@@ -205,10 +224,9 @@ class _Answer:
                 "AnswerTooLarge",
                 f"expected at most {limit} bytes of states in an answer (inline_bytes), got {limit - self._left} with "
                 f"choice {index}. Ask for fewer layers or tokens (hidden_states_layers, hidden_states_tokens), or get "
-                f"/v1/hidden_states/{key}",
+                f"/v1/hidden_states/{self._asked.key_of(index)}",
                 INLINE,
             )
-        return file
 
     async def _load(self, index: int, file: StatesFile) -> bytearray:
         """Return the whole file. It is read before the answer starts, since a read error changes the status."""

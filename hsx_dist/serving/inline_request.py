@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hsx_dist.connector.request_params import PARAMS, read_request_params
+from hsx_dist.connector.request_params import PARAMS, TokenSelection, read_request_params
 from hsx_dist.page import HIDDEN_STATES, sample_key
 from hsx_dist.serving.refusals import bad_request
 from hsx_dist.serving.states_file import Range, StatesFile
@@ -66,6 +66,13 @@ class InlineRequest:
             raise bad_request(
                 "expected as many entries as the prompt has tokens, got another number",
                 f"{PARAMS}.hidden_states_loss_mask",
+            )
+        tokens = TokenSelection.read(self.params.get("hidden_states_tokens") or "all")
+        if not (file.has_mask if tokens.kind == "loss_mask" else tokens.of(file.request_tokens)):
+            raise bad_request(
+                f"expected tokens among the {file.request_tokens} of the request, and loss_mask only with "
+                "hidden_states_loss_mask, got others",
+                f"{PARAMS}.hidden_states_tokens",
             )
 
 

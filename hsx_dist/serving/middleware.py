@@ -73,11 +73,13 @@ def install(app: Any) -> None:
         ConfigError: the server has no connector that stores samples which this process can read, or it has a path
             prefix that disables vLLM's authentication.
     """
-    if (app.root_path or "").endswith("/"):  # None without --root-path
-        # vLLM removes the prefix as text before it compares paths with /v1. With a / at the end, no path matches /v1.
+    root = app.root_path or ""  # None without --root-path
+    if root.endswith("/") or root == "/v" or root.startswith("/v1/"):
+        # vLLM removes the prefix as text before it compares paths with /v1. Starlette removes it only before a /. So
+        # with /v, /v1/hidden_states has a route and needs no key.
         raise ConfigError(
-            f"--root-path: expected a path without / at its end, got {app.root_path!r}. With it vLLM requires no API "
-            "key. Remove the /"
+            f"--root-path: expected a path without / at its end, and other than /v and paths below /v1, got {root!r}. "
+            "With it vLLM requires no API key. Choose another prefix"
         )
     settings = connector_settings(getattr(app.state, "vllm_config", None))
     posts = [route for route in app.router.routes if "POST" in (getattr(route, "methods", None) or ())]

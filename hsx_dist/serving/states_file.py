@@ -19,6 +19,8 @@ from hsx_dist.reading.sample import Sample
 
 #: Bytes of states that are loaded at once, if a chunk of the stored object is not larger.
 PIECE_BYTES = 8 << 20
+#: Bytes of decoded JSON for each byte of its text, at most. Nested lists take the most.
+_DECODED = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class StatesFile:
         layer_ids: layer ids of each stored point.
         size: bytes of the file.
         front_bytes: bytes of the file that this object holds: all but the states.
-        loading_bytes: memory that one ``piece`` takes while it is loaded and sent.
+        loading_bytes: memory that one ``piece`` takes while it is loaded and sent, and the sample's decoded metadata.
+        request_tokens: number of the request's tokens, also those that are not stored.
     """
 
     def __init__(self, sample: Sample, wanted: Range):
@@ -80,15 +83,19 @@ class StatesFile:
             small["layer_ids" if alone else f"{name}.layer_ids"] = np.array(ids, np.int64)
         self.layer_ids = {name: point.layers for name, point in stored.items()}
         self.meta = sample.meta
+        selection = self.meta.get("tokens")
+        total = selection.get("of") if isinstance(selection, dict) else None
+        self.request_tokens = total if type(total) is int else sample.num_tokens
         self.has_mask = mask is not None
-        self._front = self._build_front(small)
+        meta = json.dumps(self.meta)
+        self._front = self._build_front(small, meta)
         row_bytes = sum(states.row_bytes for states in self._states)
         self.front_bytes = len(self._front)
         self.size = self.front_bytes + (self._stop - self._start) * row_bytes
         chunk = sample.chunk_tokens
         self._step = max(chunk, PIECE_BYTES // max(row_bytes, 1) // chunk * chunk)
         # A stored piece and its decoded form; the allocator keeps as much again (measured: 28 MB for a piece of 8 MB).
-        self.loading_bytes = 4 * min(self._step, self._stop - self._start) * row_bytes
+        self.loading_bytes = 4 * min(self._step, self._stop - self._start) * row_bytes + _DECODED * len(meta)
 
     def _describe(self, name: str) -> _States:
         states, _ = self._sample.load_carrier(self._layers, (0, 0), name)  # no tokens: checks and the shape
@@ -97,9 +104,9 @@ class StatesFile:
         row_bytes = layers * width * np.dtype(CARRIER[point.dtype]).itemsize
         return _States(name, point.dtype, (self._stop - self._start, layers, *row), row_bytes)
 
-    def _build_front(self, small: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
+    def _build_front(self, small: Mapping[str, np.ndarray[Any, Any]], meta: str) -> bytes:
         """Return the length field, the header, and the data of the ``small`` tensors, which are first in the file."""
-        entries: dict[str, Any] = {"__metadata__": {"key": self._sample.key, "meta": json.dumps(self._sample.meta)}}
+        entries: dict[str, Any] = {"__metadata__": {"key": self._sample.key, "meta": meta}}
         tensors = [(name, "I64", array.shape, array.nbytes) for name, array in small.items()]
         tensors += [(s.name, TENSOR_DTYPE[s.dtype], s.shape, s.shape[0] * s.row_bytes) for s in self._states]
         end = 0

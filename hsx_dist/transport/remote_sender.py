@@ -162,8 +162,8 @@ class RemoteSender:
 
     def tell(self, data: bytes | memoryview) -> None:
         """Send a message without pages, after all pages sent before."""
-        if self._peer is not None:
-            self._peer.send(data)
+        if (peer := self._peer) is not None:  # the reading thread may set it to None
+            peer.send(data)
 
     def _living(self) -> Peer | None:
         """Return the peer. Restarts a dead one; returns None if that fails."""

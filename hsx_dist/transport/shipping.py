@@ -102,7 +102,10 @@ class ShippingThread:
                 return self._take(self.IDLE_S if self._idle is not None else None)
             except queue.Empty:
                 assert self._idle is not None
-                self._idle()
+                try:
+                    self._idle()
+                except Exception:  # without this thread, no page would be shipped any more
+                    log.exception("the metrics of an idle engine were not sent")
 
     def _take(self, seconds: float | None) -> QueueItem | None:
         """Return the next item; None at the end.

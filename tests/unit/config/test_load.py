@@ -95,6 +95,11 @@ def test_unknown_names_get_the_nearest_right_one() -> None:
         (["pool=rays"], ["pool: expected 'ray' or 'threads', got 'rays'"]),
         (["revision=123"], ["revision: expected a valid string, got 123; put it in quotes"]),
         (["input=3"], ["input: expected"]),
+        (["store.retry_seconds=.inf"], ["store.retry_seconds: expected a finite number, got inf"]),
+        (["replica.resources.tpu=.nan"], ["replica.resources.tpu: expected a finite number"]),
+        (["deadline=.inf"], ["deadline.float: expected a finite number"]),
+        (["stop_seconds=1e300"], ["stop_seconds: expected"]),
+        (["writers.uploads=1000000"], ["writers.uploads: expected less than or equal to 256"]),
         (["engine_kwargs.speculative_config={}"], ["engine_kwargs.speculative_config", "the extraction sets it"]),
         (["engine_kwargs.kv_transfer_config={}"], ["engine_kwargs.kv_transfer_config", "its own connector"]),
         (["engine_kwargs.model=x"], ["engine_kwargs.model", "use model"]),
@@ -142,6 +147,10 @@ def test_what_is_passed_on_is_left_alone() -> None:
         ("a: [1\n", "line 2"),
         ("model: a\nmodel: b\n", "stands twice"),
         ("\tx", "expected YAML"),
+        ("output: 2024-13-45\n", "expected YAML"),
+        (f"task_rows: {'9' * 5000}\n", "expected YAML"),
+        ("[" * 3000, "expected YAML"),
+        ("? {a: b}\n: c\n", "expected YAML"),
     ],
 )
 def test_a_file_that_is_none(tmp_path: Path, text: str | None, words: str) -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import struct
 import threading
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -751,3 +752,22 @@ def test_parts_are_built_without_a_copy_of_the_states() -> None:
     own = {id(chunk) for s in segments for layer in s.chunks for chunk in layer}
     states = sum(memoryview(b).nbytes for b in part.buffers if id(b) in own)
     assert states == part.size - part.header_bytes - sum(s.token_ids.nbytes for s in segments)
+
+
+def test_the_metadata_of_all_samples_is_not_decoded_at_once() -> None:
+    """Nested lists take 44 times the memory of their text, and a part has up to 32 MiB of text."""
+    lists = ",".join(["[" * 60 + "]" * 60] * 400)
+    segments = []
+    for i in range(20):
+        sample = random_sample(f"k{i}", 16)
+        segment = replace(sample.segments()[0], metadata=f'{{"lists":[{lists}]}}')
+        segments.append(encode(SplitCodec(), list(sample.pages(segment))))
+    tracemalloc.start()
+    try:
+        part = build_part(segments, SplitCodec(), {})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 12 * 20 * len(lists)
+    found = Part.open(stored(part), "p")
+    assert [info.segment.meta for info in found.segments] == [{"metadata": {"lists": json.loads(f"[{lists}]")}}] * 20

@@ -8,6 +8,7 @@ import gc
 import json
 import threading
 import time
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +23,12 @@ from starlette.testclient import TestClient
 import hsx_dist
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.markers import conflict_name, marker_name
+from hsx_dist.reading.load import object_sample
 from hsx_dist.serving import asgi_calls, inline_answers, middleware, sample_route, sample_source, states_file
 from hsx_dist.serving.middleware import connector_settings
 from hsx_dist.serving.refusals import Refusal
 from hsx_dist.serving.sample_source import MemoryLimit
+from hsx_dist.store import open_store
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import RandomSample, random_sample
 from tests.unit.serving.outer_vllm import API_KEY, LAYERS, WITH_KEY, outer_server, store_sample
@@ -102,6 +105,13 @@ def test_a_sample_or_a_range_of_it_is_streamed_bit_by_bit(
         assert json.loads(said["meta"])["finish_reason"] == "abort"
         head = c.head(f"/v1/hidden_states/a%2Fkey%20%C3%BC{query}")
         assert (head.headers["content-length"], head.content) == (str(len(answer.content)), b"")
+
+
+@pytest.mark.parametrize("tokens", [{}, {"of": "37"}, [37], None])
+def test_a_sample_whose_selection_is_not_described_as_ours_is_answered(tmp_path, tokens):
+    sample = store_sample(tmp_path, random_sample("k"), tokens=tokens)
+    with client(outer_server(tmp_path)) as c:
+        assert same(c.get("/v1/hidden_states/k").content, sample)
 
 
 def test_what_is_streamed_is_fetched_once(tmp_path, monkeypatch):
@@ -386,6 +396,8 @@ def test_what_an_answer_cannot_hold_is_refused_before_the_engine_computes(tmp_pa
         ({"hidden_states_points": {"hidden_states": "all", "q": "all"}}, {}, "hidden_states_points"),
         ({"hidden_states_points": "most"}, {}, "hidden_states_points"),
         ({"hidden_states_loss_mask": [1, 0]}, {}, "hidden_states_loss_mask"),
+        ({"hidden_states_tokens": [37, 50]}, {}, "hidden_states_tokens"),
+        ({"hidden_states_tokens": "loss_mask"}, {}, "hidden_states_tokens"),
         ({"hidden_states_tokens": "last"}, {"refused": {"hidden_states_tokens": "why"}}, "hidden_states_tokens"),
     ],
 )
@@ -394,6 +406,14 @@ def test_a_parameter_that_the_connector_refused_is_an_error_not_other_states(tmp
         answer = c.post("/v1/completions", json={**INLINE, "kv_transfer_params": params})
         error(answer, 400, "ConfigError")
         assert answer.json()["error"]["param"] == f"kv_transfer_params.{param}"
+
+
+def test_a_selection_without_tokens_is_an_error_in_a_stream_too(tmp_path):
+    """The connector then stores all tokens. A stream does not have what it refused."""
+    asked = {**INLINE, "stream": True, "kv_transfer_params": {"hidden_states_tokens": [37, 50]}}
+    with client(outer_server(tmp_path)) as c:
+        events = c.post("/v1/completions", json=asked).text.split("\n\n")
+    assert json.loads(events[-3].removeprefix("data: "))["error"]["param"] == "kv_transfer_params.hidden_states_tokens"
 
 
 def test_what_was_asked_for_and_stored_is_answered(tmp_path):
@@ -555,6 +575,65 @@ def test_requests_that_wait_for_memory_hold_none(tmp_path):
         assert len(taken) == 24
 
     asyncio.run(run())
+
+
+def opened() -> int:
+    gc.collect()
+    return sum(isinstance(one, states_file.StatesFile) for one in gc.get_objects())
+
+
+def test_an_answer_opens_one_sample_at_a_time_and_none_while_it_waits_for_memory(tmp_path, monkeypatch):
+    """A sample's metadata takes many times its bytes once it is decoded."""
+    server, most = outer_server(tmp_path), 0
+    load = inline_answers._Answer._load
+
+    async def count(self: Any, *args: Any) -> Any:
+        nonlocal most
+        most = max(most, opened())
+        return await load(self, *args)
+
+    monkeypatch.setattr(inline_answers._Answer, "_load", count)
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def drop(_: Any) -> None:
+        pass
+
+    async def run() -> None:
+        await call(server, "POST", "/v1/completions", INLINE, never, drop)
+        source = next(r.app._source for r in server.app.router.routes if r.path == "/v1/completions")
+        async with source.memory.hold(1 << 40):
+            posts = [
+                asyncio.create_task(call(server, "POST", "/v1/completions", {**INLINE, "n": n}, never, drop))
+                for n in (1, 5, 5)
+            ]
+            async with asyncio.timeout(30):
+                while len(source.memory._turn._waiters or ()) < 2:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            assert opened() == 0
+        await asyncio.gather(posts[1])
+        await asyncio.gather(*posts)
+
+    asyncio.run(run())
+    assert most == 3  # of three requests
+
+
+@pytest.mark.parametrize("unit", ["[]", '{"":0}', "[" * 70 + "]" * 70, '{"":' * 70 + "0" + "}" * 70, '"é"', "1.5"])
+def test_decoded_metadata_counts_as_memory_of_an_answer(tmp_path, unit):
+    metadata = {"": json.loads(f"[{','.join([unit] * (60_000 // len(unit)))}]")}
+    text = json.dumps(metadata)
+    tracemalloc.start()
+    try:
+        kept = json.loads(text)
+        nbytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept == metadata
+    store_sample(tmp_path, random_sample("k"), metadata=metadata)
+    with object_sample(open_store(str(tmp_path)), "k.safetensors") as sample:
+        assert states_file.StatesFile(sample, states_file.Range()).loading_bytes >= nbytes
 
 
 def test_requests_that_wait_look_for_their_samples_at_a_bounded_rate(tmp_path, monkeypatch):
@@ -722,6 +801,16 @@ def test_a_path_prefix_that_disables_vllms_authentication_is_refused(tmp_path, p
     assert TestClient(server.app).get(f"{server.app.root_path}/v1/hidden_states/k").status_code == 401
     server.app.root_path = None  # as vLLM sets it without --root-path
     assert TestClient(server.app).get("/v1/hidden_states/k").status_code == 401
+
+
+@pytest.mark.parametrize("prefix", ["/v", "/v1/hidden_states/ab", "/v1/completion"])
+def test_a_path_prefix_within_the_routes_paths_is_refused(tmp_path, prefix):
+    """Without the refusal vLLM's authentication lets GET /v1/hidden_states/abc pass: it removes the prefix as text."""
+    store_sample(tmp_path, random_sample("abc"))
+    server = outer_server(tmp_path)
+    server.app.root_path = prefix
+    with pytest.raises(ConfigError, match="--root-path: expected a path without"):
+        TestClient(server.app).get("/v1/hidden_states/abc")
 
 
 def test_the_file_is_what_the_reader_loads(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -52,6 +53,21 @@ def test_of_copies_that_end_in_order_the_last_is_waited_for_first():
         thread.thread.put((page(i, 40)[0], partial(ready, name)))
     assert thread.calls.get(timeout=60) == ["k0", "k1its states were not copied: ValueError: not copied", "k2"]
     assert asked == ["c", "a", "b", "c"]
+
+
+def test_an_error_while_idle_does_not_end_the_thread(monkeypatch):
+    monkeypatch.setattr(ShippingThread, "IDLE_S", 0.01)
+    raised = threading.Event()
+
+    def idle() -> None:
+        if not raised.is_set():
+            raised.set()
+            raise AttributeError("the peer is gone")
+
+    thread = Thread(idle=idle)
+    assert raised.wait(60)
+    thread.thread.put(page(0, 40))
+    assert thread.calls.get(timeout=60) == ["k0"]
 
 
 def test_each_column_of_a_sample_is_told_of_with_its_own_failure():
