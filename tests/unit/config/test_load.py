@@ -97,7 +97,7 @@ def test_unknown_names_get_the_nearest_right_one() -> None:
         (["input=3"], ["input: expected"]),
         (["store.retry_seconds=.inf"], ["store.retry_seconds: expected a finite number, got inf"]),
         (["replica.resources.tpu=.nan"], ["replica.resources.tpu: expected a finite number"]),
-        (["deadline=.inf"], ["deadline.float: expected a finite number"]),
+        (["deadline=.inf"], ["deadline: expected seconds from the start (more than 0)"]),
         (["stop_seconds=1e300"], ["stop_seconds: expected"]),
         (["writers.uploads=1000000"], ["writers.uploads: expected less than or equal to 256"]),
         (["engine_kwargs.speculative_config={}"], ["engine_kwargs.speculative_config", "the extraction sets it"]),
