@@ -1,9 +1,10 @@
 """A run as SAELens' data provider: batches for ``SAETrainer`` and ``MultiSAETrainer``, and an SAE's configuration.
 
 SAELens names a residual stream *before* a block (``hook_resid_pre``) or *after* it (``hook_resid_post``):
-``blocks.K.hook_resid_pre`` is layer K, ``blocks.K.hook_resid_post`` is layer K+1. Other hooks, such as
-``blocks.K.hook_mlp_out`` and ``blocks.K.attn.hook_z``, are points of the model. Their values are those of
-TransformerLens for a model loaded without processing (``from_pretrained_no_processing``).
+``blocks.K.hook_resid_pre`` is layer K, ``blocks.K.hook_resid_post`` is layer K+1. They are read from ``hidden_states``,
+or from ``resid_pre`` and ``resid_final``. Other hooks, such as ``blocks.K.hook_mlp_out`` and ``blocks.K.attn.hook_z``,
+are points of the model. Their values are those of TransformerLens for a model loaded without processing
+(``from_pretrained_no_processing``).
 
 Batches are as stored: SAELens normalises (``normalize_activations``). With ``scaling="norm"`` they are scaled as by its
 ``expected_average_only_in``.
@@ -14,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hsx_dist.errors import ConfigError
 from hsx_dist.layers import point_of_hook
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.hooks import hook_place
 from hsx_dist.reading.run import Run, open_run
 from hsx_dist.reading.token_batches import TokenBatches
 
@@ -34,7 +35,11 @@ class DataProvider(Iterator[Any]):
     """
 
     def __init__(
-        self, batches: TokenBatches, hook: str | None, places: Mapping[str, tuple[str, int]], layers: Sequence[int]
+        self,
+        batches: TokenBatches,
+        hook: str | None,
+        places: Mapping[str, tuple[str, int]],
+        layers: Mapping[str, Sequence[int]],
     ):
         self._batches, self._hook, self._places, self._layers = batches, hook, places, layers
         self._iterator: Iterator[dict[str, Any]] | None = None
@@ -85,7 +90,7 @@ def data_provider(
         mixing: arguments of ``TokenBatches``, such as ``buffer_tokens``, ``exclude_ids`` or ``device``.
 
     Raises:
-        ConfigError: a hook is no point, or not in the run; the points of the hooks have different layers.
+        ConfigError: a hook is no point, or not in the run.
         RunError, StoreError: as ``open_run``.
 
     Example:
@@ -98,40 +103,25 @@ def data_provider(
     import torch
 
     names = [hooks] if isinstance(hooks, str) else list(hooks)
-    places = {name: point_of_hook(name) for name in names}
     options = {"shuffle": True, "repeat": True, "loss_mask": "off", **(data or {})}
     options["loss_mask"] = "ones" if mixing.get("only_loss") else options["loss_mask"]
-    points, layers = _wanted(run, list(places.values()))
+    if isinstance(run, str):
+        run = open_run(run, storage_options=options.pop("storage_options", None))
+    # With ``follow`` a run may have no sample yet.
+    places = {name: hook_place(run, name) if len(run) else point_of_hook(name) for name in names}
+    layers: dict[str, list[int]] = {}
+    for point, layer in dict.fromkeys(places.values()):
+        layers.setdefault(point, []).append(layer)
+    points = None if layers.keys() == {HIDDEN_STATES} else list(layers)
     dataset = HiddenStatesDataset(run, points=points, layers=layers, framework="torch", **options)
     batches = TokenBatches(dataset, batch_tokens, drop_last=True, **{"dtype": torch.float32, **mixing})
     return DataProvider(batches, hooks if isinstance(hooks, str) else None, places, layers)
 
 
-def _wanted(run: Run | str, places: Sequence[tuple[str, int]]) -> tuple[list[str] | None, list[int]]:
-    """Return the points (None: hidden states) and layers that a data set must read.
-
-    Raises:
-        ConfigError: the run lacks a layer, or the points have different layers, which a data set cannot read.
-    """
-    layers = list(dict.fromkeys(layer for _, layer in places))
-    points = list(dict.fromkeys(point for point, _ in places))
-    if points == [HIDDEN_STATES]:
-        return None, layers
-    if set(places) != {(point, layer) for point in points for layer in layers}:
-        raise ConfigError(
-            f"hooks: expected the same layers of each point, got {', '.join(f'{p} {i}' for p, i in places)}. Name "
-            "other hooks, or make a provider for each"
-        )
-    opened = open_run(run) if isinstance(run, str) else run
-    for point in points:
-        if lacking := sorted(set(layers) - set(opened.layers_of(point))):
-            raise ConfigError(f"{opened.url}: expected layers {lacking} of {point}, got a run without. Extract them")
-    return points, layers
-
-
-def _rows(batch: Mapping[str, Any], point: str, layer: int, layers: Sequence[int]) -> Any:
+def _rows(batch: Mapping[str, Any], point: str, layer: int, layers: Mapping[str, Sequence[int]]) -> Any:
     """Return the rows ``[B, width]``, with heads concatenated as in SAELens."""
-    rows = batch[point] if len(layers) == 1 else batch[point][:, layers.index(layer)]
+    of = layers[point]
+    rows = batch[point] if len(of) == 1 else batch[point][:, of.index(layer)]
     return rows.flatten(1)
 
 
@@ -151,13 +141,7 @@ def sae_config(run: Run | str, hook: str) -> dict[str, Any]:
         >>> sae_config("runs/demo", "blocks.14.hook_resid_post")["d_in"]
         576
     """
-    point, layer = point_of_hook(hook)
     run = open_run(run) if isinstance(run, str) else run
-    found = run.at(0).points if len(run) else {}
-    stored = list(found[point].layers) if point in found else []
-    if layer not in stored:
-        raise ConfigError(
-            f"{run.url}: expected layer {layer} of {point} ({hook}), got {stored}. Extract it, or name another hook"
-        )
+    point, _ = hook_place(run, hook)
     about = {"model_name": run.info.get("meaning", {}).get("model"), "hook_name": hook}
-    return {"d_in": found[point].width, "metadata": about}
+    return {"d_in": run.at(0).points[point].width, "metadata": about}

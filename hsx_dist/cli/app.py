@@ -222,6 +222,10 @@ def export(
     top_k: Annotated[int, typer.Option(min=1, help="Of topk-logprobs.")] = 32,
     with_last: Annotated[bool, typer.Option("--with-last", help="specforge-dflash: add the last state.")] = False,
     context: Annotated[int, typer.Option(min=1, help="saelens: tokens of a context.")] = 128,
+    hook: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="saelens: a hook such as blocks.3.hook_mlp_out, instead of --layers."),
+    ] = None,
     require_loss_mask: Annotated[bool, typer.Option("--require-loss-mask", help="Refuse samples without one.")] = False,
     shard: Annotated[Optional[str], typer.Option(metavar="I/N", help="Write every N-th file, from the I-th.")] = None,  # noqa: UP045
     ray: Annotated[bool, typer.Option("--ray", help="Divide the work among tasks of the Ray cluster.")] = False,
@@ -240,6 +244,7 @@ def export(
         top_k=top_k,
         with_last=with_last,
         context=context,
+        hook=hook,
     )
     run_export(run, to, dest, storage_option or (), options, shard=shard, ray=ray, as_json=as_json)
 

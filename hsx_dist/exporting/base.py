@@ -34,6 +34,7 @@ class ExportOptions:
         samples_per_file: for exporters with several samples in a file.
         with_last: add the last state if the exporter omits it by default.
         context: tokens of a context of ``saelens``.
+        hook: for ``saelens`` a hook's name, such as ``blocks.3.hook_mlp_out``, in place of ``aux_layers``.
 
     Raises:
         ConfigError: ``top_k``, ``samples_per_file`` or ``context`` is less than 1.
@@ -51,6 +52,7 @@ class ExportOptions:
     samples_per_file: int = 1000
     with_last: bool = False
     context: int = 128
+    hook: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("top_k", "samples_per_file", "context"):

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.exporting.base import Exporter, ExportOptions, need, stored_layers
+from hsx_dist.exporting.base import Exporter, ExportOptions
 from hsx_dist.layers import hook_of_layer
+from hsx_dist.page import HIDDEN_STATES
+from hsx_dist.reading.hooks import hook_place
 from hsx_dist.reading.run import Run
 
 #: Contexts of a record batch: 128 MiB for 128 tokens and 4096 channels.
@@ -26,22 +28,23 @@ _ROWS_PER_BATCH = 64
 class SaeLensExporter(Exporter):
     """Read back by SAELens' ``ActivationsStore`` with ``cached_activations_path``.
 
-    float32: Arrow has no bfloat16. ``ActivationsStore`` converts to its own ``dtype``.
+    The hook is that of the options, or that of their only layer. float32: Arrow has no bfloat16. ``ActivationsStore``
+    converts to its own ``dtype``.
     """
 
+    points: tuple[str, ...] | None = ()  # set by the constructor: a run of points alone is not refused
     rows_alone = True  # SAELens mixes the rows of all contexts
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
         if importlib.util.find_spec("datasets") is None:
             raise ConfigError("saelens: expected Hugging Face datasets to be installed, got none. pip install sae-lens")
-        layers = tuple(options.aux_layers or stored_layers(run))
-        if len(layers) != 1:
-            raise ConfigError(f"saelens: expected one layer, got {list(layers)}. Name one (--layers)")
-        self.layers = need(run, layers, "saelens")
+        self._hook = _hook_of(run, options)
+        self._point, layer = hook_place(run, self._hook)
+        self.points = None if self._point == HIDDEN_STATES else (self._point,)
+        self.layers = (layer,)
         self.per_file = options.samples_per_file
         self._context = options.context
-        self._width = run.at(0).hidden_size if len(run) else 0
-        self._hook = hook_of_layer(layers[0])
+        self._width = run.at(0).points[self._point].width
 
     def file(self, first: int) -> str:
         return f"data-{first // self.per_file:05d}.arrow"
@@ -56,7 +59,7 @@ class SaeLensExporter(Exporter):
         )
         with ArrowWriter(path=str(path), features=features, writer_batch_size=_ROWS_PER_BATCH) as writer:
             for item in items:
-                states = item["hidden_states"][:, 0].float().numpy()
+                states = item[self._point][:, 0].flatten(1).float().numpy()
                 ids = item["input_ids"].numpy().astype(np.int32)
                 for start in range(0, len(ids) - self._context + 1, self._context):
                     context = slice(start, start + self._context)
@@ -87,10 +90,28 @@ class SaeLensExporter(Exporter):
     def statement(self) -> dict[str, Any]:
         return {
             "hook_name": self._hook,
-            "layer": f"{self.layers[0]}; SAELens counts after a block, or before one (hook_resid_pre)",
+            "point": self._point,
+            "layer": f"{self.layers[0]} of {self._point}; SAELens counts after a block, or before one (hook_resid_pre)",
             "context_size": self._context,
             "dtype": "float32",
             "left_out": "tokens behind the last whole context of each sample",
             "norm": "none",
             "loss_mask": "none: SAELens has no mask",
         }
+
+
+def _hook_of(run: Run, options: ExportOptions) -> str:
+    """Return the hook of the options, or that of their only layer, by default the run's. ``ConfigError``: not one."""
+    if options.hook is not None and options.aux_layers:
+        raise ConfigError("saelens: expected a hook or a layer, got both. Leave out --layers or --hook")
+    if options.hook is not None:
+        return options.hook
+    points = run.at(0).points if len(run) else {}
+    stored = points[HIDDEN_STATES].layers if HIDDEN_STATES in points else run.layer_ids
+    layers = tuple(options.aux_layers or stored)
+    if len(layers) != 1:
+        raise ConfigError(
+            f"saelens: expected one layer, got {list(layers)}. Name one (--layers 15), or a hook "
+            "(--hook blocks.3.hook_mlp_out)"
+        )
+    return hook_of_layer(layers[0])

@@ -9,6 +9,7 @@ from hsx_dist.errors import ConfigError
 from hsx_dist.model_parts.model_end import ModelEnd
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.arrays import resolve_framework
+from hsx_dist.reading.hooks import stream_place
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample, Tokens
 
@@ -45,8 +46,8 @@ class LogitLens:
     it. Otherwise the final norm is applied to ``resid_final`` or the last layer of ``hidden_states``, as to every other
     layer.
 
-    Layer ids of ``hidden_states`` are 0 (the embeddings) to N. For a sample with ``resid_pre`` and ``resid_final``
-    instead, the same ids select their layers.
+    Layer ids of ``hidden_states`` are 0 (the embeddings) to N. If a sample has ``resid_pre`` or ``resid_final`` of a
+    layer instead, the same ids select them.
 
     States are read, and logits computed, in blocks of tokens. Memory holds the head, a block of states and a block of
     logits, independent of the sample's length.
@@ -158,10 +159,8 @@ class LogitLens:
         stored, last = sample.points, self._end.files.num_layers_of(sample)
         if point is None and layer is None:
             point = next((name for name in (_NORMED, _LAST) if name in stored), HIDDEN_STATES)
-        elif point is None:
-            point = HIDDEN_STATES
-            if HIDDEN_STATES not in stored:
-                point, layer = (_LAST, 0) if layer == last else (_ENTERING, layer)
+        elif point is None and layer is not None:
+            point, layer = stream_place(sample, layer, last)
         if point not in _STREAM:
             raise ConfigError(f"point: expected a point of the residual stream, {', '.join(_STREAM)}, got {point!r}")
         if layer is None:

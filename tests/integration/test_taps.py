@@ -25,6 +25,7 @@ from hsx_dist.taps.capture_config import additional_config
 from hsx_dist.taps.points import POINTS
 from hsx_dist.transport.local_end import LocalEnd, register, unregister
 from hsx_dist.vllm_patches.model_loads import taps_of
+from tests.harness.gpu_defaults import check_defaults
 from tests.harness.hooked_model import HookedModel, tiny_model, worst_row
 from tests.integration.exact import prompts
 
@@ -156,6 +157,7 @@ class Tapped:
             disable_log_stats=True,
         )
         (self.taps,) = self.llm.apply_model(taps_of)
+        check_defaults(self.llm.llm_engine.vllm_config)
         compiled = self.llm.llm_engine.vllm_config.compilation_config.mode != CompilationMode.NONE
         assert compiled == (mode == "compiled")
 

@@ -15,9 +15,8 @@ from hsx_dist.layers import hook_of_layer, point_of_hook
 from hsx_dist.saelens import DataProvider, data_provider, sae_config
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import RandomSample
-from tests.harness.points import point_sample
+from tests.harness.points import computed_sample, point_sample, run_of
 from tests.harness.runs import store_run
-from tests.unit.reading.test_points import run_of
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def test_a_provider_gives_a_hook_or_hooks(url: str) -> None:
     same = next(data_provider(url, two, 8))
     assert list(same) == two
     assert np.array_equal(same[hook], same[two[0]])
-    with pytest.raises(ConfigError, match=r"got \[4\]"):
+    with pytest.raises(ConfigError, match=r"expected layer 4 of hidden_states \(blocks.3.hook_resid_post\), got \[15\]"):
         data_provider(url, "blocks.3.hook_resid_post", 8)
 
 
@@ -105,15 +104,42 @@ def test_hooks_of_points_give_whole_rows(tmp_path: Path) -> None:
         order = [next(t for t, row in enumerate(rows[place]) if row.equal(own)) for own in batch]
         assert sorted(order) == list(range(37))
         assert sae_config(run, hook)["d_in"] == batch.shape[1] == (48 if place[0] == "q" else 24)
-    for hooks in (list(names)[:2], list(names)[1:]):
+    for hooks in (list(names)[:2], list(names)[1:], list(names)):
         batch = next(data_provider(run, hooks, 37, data={"repeat": False}))
         order = [next(t for t, row in enumerate(rows[names[hooks[0]]]) if row.equal(own)) for own in batch[hooks[0]]]
-        assert batch[hooks[1]].equal(rows[names[hooks[1]]][order])
-    with pytest.raises(ConfigError, match="expected the same layers of each point"):
-        data_provider(run, list(names), 8)
-    with pytest.raises(ConfigError, match=r"expected layers \[3\] of mlp_out"):
-        data_provider(run, "blocks.3.hook_mlp_out", 8)
-    with pytest.raises(ConfigError, match=r"expected layer 3 of mlp_out .* got \[7\]"):
-        sae_config(run, "blocks.3.hook_mlp_out")
-    with pytest.raises(ConfigError, match="expected a point among"):
-        data_provider(run, "blocks.3.attn.hook_z", 8)
+        for hook in hooks[1:]:
+            assert batch[hook].equal(rows[names[hook]][order])
+    for asked in (lambda hook: data_provider(run, hook, 8), lambda hook: sae_config(run, hook)):
+        with pytest.raises(ConfigError, match=r"expected layer 3 of mlp_out .* got \[7\]"):
+            asked("blocks.3.hook_mlp_out")
+        with pytest.raises(ConfigError, match="expected layer 3 of z .* got none of this point; the run has q, mlp_out"):
+            asked("blocks.3.attn.hook_z")
+
+
+#: Layers of a model of 5, by the point that stores each: as the preset ``residual``, and mixed with hidden states.
+STREAMS = {
+    "resid": ({"resid_pre": (0, 2, 4), "resid_final": (0,)}, (0, 2, 4, 5)),
+    "mixed": ({"resid_pre": (0, 4), "hidden_states": (2, 5)}, (0, 2, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("stored", STREAMS)
+def test_hooks_of_the_stream_are_found_under_its_other_names(stored: str, tmp_path: Path) -> None:
+    points, layers = STREAMS[stored]
+    rng = np.random.default_rng(0)
+    stream = {k: rng.standard_normal((37, 24)).astype(np.float32) for k in range(6)}
+    rows = {(p, k): stream[5 if p == "resid_final" else k] for p, of in points.items() for k in of}
+    made = computed_sample("a", range(37), rows, points)
+    run = run_of(made.segments(0), store=open_store(str(tmp_path)), about={"num_hidden_layers": 5})
+    hooks = [hook_of_layer(k) for k in layers]
+    batch = next(data_provider(run, hooks, 37, data={"repeat": False}))
+    order = [next(t for t, row in enumerate(stream[0]) if np.array_equal(row, own)) for own in batch[hooks[0]]]
+    assert sorted(order) == list(range(37))
+    for hook, layer in zip(hooks, layers, strict=True):
+        assert np.array_equal(batch[hook], stream[layer][order])
+        assert sae_config(run, hook)["d_in"] == 24
+        alone = next(data_provider(str(tmp_path), hook, 37, data={"repeat": False, "shuffle": False}))
+        assert np.array_equal(np.sort(alone, 0), np.sort(stream[layer], 0))
+    for asked in (lambda hook: data_provider(run, hook, 8), lambda hook: sae_config(run, hook)):
+        with pytest.raises(ConfigError, match=r"expected layer 3 of (resid_pre|hidden_states) \(.*\), got \["):
+            asked("blocks.3.hook_resid_pre")
