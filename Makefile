@@ -50,6 +50,7 @@ soak: $(READY)  ## long random tests: hostile parts, all points of all models, o
 	$(BIN)/python -m tests.soak.run
 	$(BIN)/python -m tests.soak.points
 	$(BIN)/python -m tests.soak.compiled_taps
+	$(BIN)/python -m tests.soak.smollm2_points
 	HSX_ALL_TAPS=1 $(BIN)/pytest -q tests/integration/test_taps.py
 	HSX_PREEMPTIONS=2 $(BIN)/pytest -q -n 2 --timeout 7200 tests/unit/protocol
 	HSX_SEEDS=100 $(BIN)/pytest -q -n 2 --timeout 7200 tests/unit/device

@@ -88,10 +88,11 @@ class SaeLensExporter(Exporter):
         (dest / "state.json").write_text(json.dumps(state))
 
     def statement(self) -> dict[str, Any]:
+        (layer,) = self.layers
+        counted = "; SAELens counts after a block, or before one (hook_resid_pre)"
         return {
             "hook_name": self._hook,
-            "point": self._point,
-            "layer": f"{self.layers[0]} of {self._point}; SAELens counts after a block, or before one (hook_resid_pre)",
+            "layer": f"{layer}{counted}" if self.points is None else f"{layer} of the point {self._point}",
             "context_size": self._context,
             "dtype": "float32",
             "left_out": "tokens behind the last whole context of each sample",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from hsx_dist.connector.versions import TESTED
@@ -42,3 +44,28 @@ def test_the_page_has_a_row_of_each_tested_release():
     table = page.partition(matrix.BEGIN)[2].partition(matrix.END)[0]
     (_, first), (_, last) = TESTED
     assert set(re.findall(r"^\| 0\.(\d+)", table, re.MULTILINE)) == {str(n) for n in range(first, last + 1)}
+
+
+def functions_of(path: str) -> set[str]:
+    return set(re.findall(r"^def (test_\w+)", (matrix.ROOT / path).read_text(), re.MULTILINE))
+
+
+def test_all_tests_of_points_with_one_eager_model_run_where_taps_are_tested():
+    """With decode, preemption, aborts and mixed askers. The connector's tests with similar names are not left out."""
+    ahead, v2 = matrix.CONFIGURATIONS[1:3]
+    assert [ahead.name, v2.name] == ["V1, asynchronous", "V2, synchronous"]
+    arguments, others = v2.arguments("0.32"), "tests/unit/connector/test_points.py"
+    assert arguments[-1] == f"{ahead.arguments('0.32')[-1]} and not straight_into_the_cache"
+    assert arguments[:-2] == ahead.arguments("0.32")[:-2] == (*matrix.EXACT, *matrix.POINTS)
+    assert v2.arguments("0.31") == (*matrix.EXACT, *arguments[-2:])
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", others, *arguments]
+    found = subprocess.run(command, cwd=matrix.ROOT, check=True, capture_output=True, text=True).stdout
+    tests: dict[str, set[str]] = {}
+    for path, name in re.findall(r"^(\S+\.py)::(\S+)$", found, re.MULTILINE):
+        function, _, parameters = name.partition("[")
+        assert path != "tests/integration/test_taps.py" or "mixtral-eager" in parameters
+        tests.setdefault(path, set()).add(function)
+    assert tests.keys() == {others, *matrix.EXACT, *matrix.POINTS}
+    for path, functions in tests.items():
+        left_out = {name for name in functions_of(path) if "straight_into_the_cache" in name}
+        assert functions == functions_of(path) - left_out

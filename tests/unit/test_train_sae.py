@@ -60,7 +60,9 @@ def test_a_provider_gives_a_hook_or_hooks(url: str) -> None:
     same = next(data_provider(url, two, 8))
     assert list(same) == two
     assert np.array_equal(same[hook], same[two[0]])
-    with pytest.raises(ConfigError, match=r"expected layer 4 of hidden_states \(blocks.3.hook_resid_post\), got \[15\]"):
+    with pytest.raises(
+        ConfigError, match=r"expected layer 4 of hidden_states \(blocks.3.hook_resid_post\), got \[15\]"
+    ):
         data_provider(url, "blocks.3.hook_resid_post", 8)
 
 
@@ -112,7 +114,9 @@ def test_hooks_of_points_give_whole_rows(tmp_path: Path) -> None:
     for asked in (lambda hook: data_provider(run, hook, 8), lambda hook: sae_config(run, hook)):
         with pytest.raises(ConfigError, match=r"expected layer 3 of mlp_out .* got \[7\]"):
             asked("blocks.3.hook_mlp_out")
-        with pytest.raises(ConfigError, match="expected layer 3 of z .* got none of this point; the run has q, mlp_out"):
+        with pytest.raises(
+            ConfigError, match="expected layer 3 of z .* got none of this point; the run has q, mlp_out"
+        ):
             asked("blocks.3.attn.hook_z")
 
 

@@ -61,8 +61,7 @@ def test_a_hook_is_exported_from_its_point(hook: str, run: Run, tmp_path: Path) 
     check_rows(tmp_path, hook)
     said = json.loads((tmp_path / "export.json").read_text())
     point, layer = HOOKS[hook]
-    assert (said["hook_name"], said["point"]) == (hook, point)
-    assert said["layer"].startswith(f"{layer} of {point}")
+    assert (said["hook_name"], said["layer"]) == (hook, f"{layer} of the point {point}")
 
 
 @pytest.mark.parametrize(("layer", "hook"), [(0, "blocks.0.hook_resid_pre"), (N, "blocks.4.hook_resid_post")])

@@ -103,6 +103,8 @@ def test_every_place_of_the_stream_goes_through_the_norm_and_the_head(computed: 
         assert ids.shape == (20, 3, 3)
         close(logprobs, right[10:30].topk(3).values)
         close(right[10:30].gather(2, ids), logprobs)
+    made = computed_sample("a", IDS, computed.rows, {"hidden_states": (0,), "resid_pre": (3,)})
+    close(lens.logits(run_of(made.segments(0))["a"], (0, 9), layer=3), computed.lens(computed.rows["resid_pre", 3])[:9])
     close(lens.logits(streams, (0, 9), point="resid_mid", layer=3), computed.lens(computed.rows["resid_mid", 3])[:9])
     close(lens.logits(streams, (0, 9), point="resid_pre", layer=2), computed.lens(computed.rows["resid_pre", 2])[:9])
     close(lens.logits(states, (0, 9), point="hidden_states"), computed.logits[:9])
