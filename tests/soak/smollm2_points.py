@@ -3,7 +3,7 @@
     .venv/bin/python -m tests.soak.smollm2_points
 
 Runs the check of ``hsx doctor --engine`` with the built-in model on the CPU, and prints a line for each point. The exit
-status is 1 unless every point is captured, is compared, is equal within the limit, and differs when its rows are shifted.
+status is 1 unless each point is captured, compared, equal within the limit, and different when its rows are shifted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SAELens' cached activations, read back with ``datasets``: hooks of points, and of the stream under its other names."""
+"""SAELens' cached activations, read back with ``datasets``: hooks of points, and of the stream by its other names."""
 
 from __future__ import annotations
 

@@ -701,5 +701,5 @@ def test_no_exporter_takes_counts_of_nothing(name: str) -> None:
 
 def test_a_run_without_samples_is_no_internal_error(tmp_path: Path) -> None:
     store_run(open_store(str(tmp_path / "run")), [], info={"meaning": {"layers": [5]}})
-    with pytest.raises(ConfigError, match="expected layer 5 of hidden_states .* the run has no samples"):
+    with pytest.raises(ConfigError, match=r"expected layer 5 of hidden_states .* the run has no samples"):
         export_run(open_run(str(tmp_path / "run")), "saelens", tmp_path / "out")
