@@ -17,7 +17,7 @@ def stream_place(sample: Sample, layer: int, num_layers: int | None = None) -> t
 
     Args:
         layer: vLLM's id, 0 (the embeddings) to the model's number of layers.
-        num_layers: the model's number of layers. Default: the sample's record of it.
+        num_layers: the model's number of layers. Default: as recorded in the sample.
     """
     last = sample.about.get("num_hidden_layers") if num_layers is None else num_layers
     point, own = ("resid_final", 0) if layer == last else ("resid_pre", layer)
