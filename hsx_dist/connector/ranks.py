@@ -160,7 +160,7 @@ class RankComparison:
         """``cache``: ``[blocks, layers, block_size, hidden]``. ``group``: all ranks, on the CPU (gloo). ``point``: must
         not be sharded, and holds floating-point numbers."""
         self._cache = cache
-        self._point = point.replace("_", " ")
+        self._point = "hidden states" if point == HIDDEN_STATES else point
         self._group = group
         self._layer_ids = layer_ids
         self._model = model

@@ -132,7 +132,7 @@ def _attention(found: Structure, attention: Any, i: int, hidden: int, ranks: int
     _shape(i, "qkv_proj's output", q + 2 * kv, getattr(qkv, "output_size_per_partition", None))
     _shape(i, "o_proj's input", q, getattr(out, "input_size_per_partition", None))
     _shape(i, "o_proj's output", hidden, getattr(out, "output_size", None))
-    _reduced(out, "o_proj", i, ranks)
+    _reduced(getattr(out, "reduce_results", False), "o_proj", i, ranks)
     for point, start, width in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
         found.add(point, i, Read(qkv, "output", width, start, dim))
     for point, width in (("q_norm", q), ("k_norm", kv)):
@@ -155,24 +155,25 @@ def _mlp(found: Structure, layer: nn.Module, i: int, hidden: int, ranks: int) ->
     mlp = _child(layer, i, "MLP", ("down_proj",), ("experts", "gate"))
     found.add("mlp_out", i, Read(mlp, "output", hidden))
     if hasattr(mlp, "experts"):
-        _moe(found, mlp, i)
+        _moe(found, mlp, i, ranks)
         return
     down = mlp.down_proj
     _shape(i, "down_proj's output", hidden, getattr(down, "output_size", None))
-    _reduced(down, "down_proj", i, ranks)
+    _reduced(getattr(down, "reduce_results", False), "down_proj", i, ranks)
     if type(getattr(down, "quant_method", None)).__name__ == "UnquantizedLinearMethod":
         found.add("mlp_post", i, Read(down, "input", down.input_size_per_partition))
     else:
         found.refused["mlp_post"] = "the input of a quantised down_proj may be quantised"
 
 
-def _moe(found: Structure, moe: Any, i: int) -> None:
+def _moe(found: Structure, moe: Any, i: int, ranks: int) -> None:
     experts = getattr(moe.gate, "output_size", None)
     if not isinstance(experts, int):
         raise _error("gate.output_size", f"none in {type(moe.gate).__name__}", i)
     found.add("router_logits", i, Read(moe.gate, "output", experts))
-    router = getattr(moe.experts, "router", None)
-    top_k = getattr(getattr(moe.experts, "moe_config", None), "experts_per_token", None)
+    router, config = getattr(moe.experts, "router", None), getattr(moe.experts, "moe_config", None)
+    _reduced(not getattr(config, "skip_final_all_reduce", False), "experts", i, ranks)
+    top_k = getattr(config, "experts_per_token", None)
     if not callable(getattr(router, "select_experts", None)) or not isinstance(top_k, int):
         reason = f"expected experts.router.select_experts and experts.moe_config, got {type(moe.experts).__name__}"
     elif getattr(moe.experts, "is_monolithic", False):
@@ -189,9 +190,9 @@ def _shape(layer: int, what: str, wanted: int, got: object) -> None:
         raise _error(f"{what} of {wanted} numbers", got, layer)
 
 
-def _reduced(module: Any, name: str, layer: int, ranks: int) -> None:
+def _reduced(reduced: bool, name: str, layer: int, ranks: int) -> None:
     """Refuse an output that is not reduced over several ranks: it is a part of a sum."""
-    if ranks > 1 and not getattr(module, "reduce_results", False):
+    if ranks > 1 and not reduced:
         raise _error(f"{name} with reduce_results", "partial sums", layer)
 
 

@@ -269,13 +269,17 @@ def test_sums_in_another_order_are_within_the_tolerance_and_partial_sums_are_not
 def test_nothing_is_copied_of_states_that_differ():
     from hsx_dist.connector.metadata import StepMetadata
 
+    class Same:
+        def check(self, saves):
+            pass
+
     class Differing:
         def check(self, saves):
             raise ConfigError(f"{len(saves)} differ")
 
     outlet = KeepingOutlet(1 << 20)
     ours = connector(0, (0, 1), outlet)
-    ours._agreements = [Differing()]
+    ours._agreements = [Same(), Differing()]  # every point is compared, not the first alone
     # The saves of all ranks: each rank compares in the same step.
     ours.bind_connector_metadata(StepMetadata(saves=[request(0), request(1, owner=1)]))
     with pytest.raises(ConfigError, match="2 differ"):
@@ -303,8 +307,14 @@ def compare(rank: int, folder: str, scenarios, answers) -> None:
     handler.emit = lambda record: lines.append(record.getMessage())
     module.log.addHandler(handler)
     outcomes = {}
-    for name, (saves, caches) in scenarios.items():
-        agreement = RankComparison(caches[rank], dist.group.WORLD, layer_ids=(2, 5, 9), model="some/model")
+    for name, (saves, caches, *point) in scenarios.items():
+        agreement = RankComparison(
+            caches[rank],
+            dist.group.WORLD,
+            layer_ids=(2, 5, 9),
+            model="some/model",
+            **dict(zip(("point",), point, strict=False)),
+        )
         lines.clear()
         try:
             for step in saves:
@@ -341,7 +351,7 @@ def request(number: int, n: int = 3 * BLOCK, **changes) -> Save:
 
 
 def test_two_processes_compare_their_caches(tmp_path):
-    """Each scenario: the saves of several steps, and both ranks' caches."""
+    """Each scenario: the saves of several steps, both ranks' caches, and a point; without it, the hidden states."""
     same = torch.randn(64, LAYERS, BLOCK, 256).to(torch.bfloat16)
 
     def changed(block: int, slot: int, by: float, layer: int = 1):
@@ -369,6 +379,8 @@ def test_two_processes_compare_their_caches(tmp_path):
         "short": ([[request(0, 1)]], changed(0, 0, 1.0)),
         "selected": ([[request(0, 2 * BLOCK, positions=range(0, 4, 3), token_ids=np.arange(2))]], changed(0, 3, 1.0)),
         "mean": ([[request(0, 3 * BLOCK, mean_of=3 * BLOCK, token_ids=np.array([-1]))]], changed(2, BLOCK - 1, 1.0)),
+        "another point": (one, changed(0, 0, 1.0), "mlp_out"),
+        "another point, the same": (one, [same, same], "mlp_out"),
     }
     refused = {
         "partial first token",
@@ -379,12 +391,14 @@ def test_two_processes_compare_their_caches(tmp_path):
         "short",
         "selected",
         "mean",
+        "another point",
     }
     first, second = compared(tmp_path, scenarios)
     assert first == second  # no rank continues without the others
     for name, (outcome, *more) in first.items():
         if name in refused:
-            assert outcome.startswith("some/model: expected the same hidden states on all 2"), (name, outcome)
+            point = "mlp_out" if name == "another point" else "hidden states"
+            assert outcome.startswith(f"some/model: expected the same {point} on all 2"), (name, outcome)
             assert "ranks 0 and 1" in outcome
         elif name == "rounding":
             assert "within rounding" in outcome

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.taps.structure import find_structure
@@ -154,6 +155,17 @@ def test_partial_sums_are_refused_with_several_ranks(name: str) -> None:
     _set(f"model.layers.0.{name}.reduce_results", False)(one)
     find_structure(one, HIDDEN)
     with pytest.raises(ConfigError, match="with reduce_results in layer 0, got partial sums"):
+        find_structure(one, HIDDEN, 2)
+
+
+def test_partial_sums_of_experts_are_refused_with_several_ranks() -> None:
+    """vLLM 0.32's experts return them for models that reduce inside the next norm."""
+    assert not FusedMoEConfig.skip_final_all_reduce, "expected vLLM's name of the setting, and its default"
+    one = model(dense, moe)
+    find_structure(one, HIDDEN, 2)
+    one.model.layers[1].mlp.experts.moe_config.skip_final_all_reduce = True
+    find_structure(one, HIDDEN)
+    with pytest.raises(ConfigError, match="experts with reduce_results in layer 1, got partial sums"):
         find_structure(one, HIDDEN, 2)
 
 
