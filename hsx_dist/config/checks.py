@@ -167,7 +167,7 @@ def check_capture(config: ExtractConfig) -> None:
     if config.source != "taps":
         lines.append(
             f"capture: expected source taps, got source {config.source}; vLLM's extraction has hidden states alone. "
-            "Set source: taps, or use layers"
+            "Remove source, or use layers"
         )
     if set(config.capture) not in ({"points"}, {"preset"}):
         came = ", ".join(sorted(map(str, config.capture))) or "nothing"

@@ -255,13 +255,13 @@ class ExtractConfig(Settings):
     )
     capture: dict[str, Any] | None = Field(
         default=None,
-        description="Points of the model instead of layers, with source taps: {points: {q: [15], mlp_out: all}}, or "
-        "{preset: hidden-states | attention | mlp | residual | full}. null: hidden states at layers.",
+        description="Points of the model instead of layers: {points: {q: [15], mlp_out: all}}, or {preset: "
+        "hidden-states | attention | mlp | residual | full}. Sets source to taps. null: hidden states at layers.",
     )
     source: Literal["cache", "taps"] = Field(
         default="cache",
         description="How states are captured. cache: by vLLM's extract_hidden_states; taps: by hooks of ours, at any "
-        "point, also of models that vLLM refuses.",
+        "point, also of models that vLLM refuses. With capture the default is taps.",
     )
     engine_kwargs: Options = Field(
         default_factory=dict, description="Arguments for vLLM's engine, passed on untouched."
@@ -379,6 +379,13 @@ class ExtractConfig(Settings):
         check_engine_kwargs(value)
         check_no_credentials(str(value.get("tokenizer")))
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _source_of_capture(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("capture") is not None:
+            return {"source": "taps", **given}
+        return given
 
     @model_validator(mode="after")
     def _sizes(self) -> ExtractConfig:

@@ -38,7 +38,7 @@ class RoutingExporter(Exporter):
         if _IDS not in stored:
             raise ConfigError(
                 f"{run.url}: cannot be exported for routing: expected the point {_IDS}, got {', '.join(stored)}. "
-                "Extract with source taps and capture {points: {topk_ids: all, topk_weights: all}}"
+                "Extract with capture {points: {topk_ids: all, topk_weights: all}}"
             )
         layers = stored[_IDS].layers
         self.layers = tuple(options.aux_layers or layers)

@@ -30,6 +30,9 @@ def additional_config(capture: dict[str, Any]) -> dict[str, Any]:
 def capture_of(vllm_config: Any) -> dict[str, Any] | None:
     """Return the captured points of an engine with taps; None for an engine without taps.
 
+    A table without ``trace`` gets the current one, which vLLM then hashes: the compile cache may hold the graphs of
+    another version of this package.
+
     Raises:
         ConfigError: the table was written for another version of this package.
     """
@@ -37,9 +40,11 @@ def capture_of(vllm_config: Any) -> dict[str, Any] | None:
     found = table.get(KEY) if isinstance(table, dict) else None
     if found is None:
         return None
-    if found.get("trace") != TRACE or not isinstance(found.get("capture"), dict):
+    if isinstance(found, dict) and "trace" not in found:
+        found = table[KEY] = {**found, "trace": TRACE}
+    if not isinstance(found, dict) or found.get("trace") != TRACE or not isinstance(found.get("capture"), dict):
         raise ConfigError(
-            f"additional_config.{KEY}: expected the value of capture_config.additional_config, got {found!r}. Use "
+            f"additional_config.{KEY}: expected a mapping with capture, and trace {TRACE} or none, got {found!r}. Use "
             "the same version of hsx_dist on all nodes"
         )
     return found["capture"]

@@ -188,7 +188,9 @@ def test_a_run_that_is_complete_needs_no_engine_and_another_capture_is_refused(
     folder: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm.LLM", None)
-    assert len(list(extract(folder, rows, source="taps", capture=CAPTURE))) == len(rows)
+    run = extract(folder, rows, capture=CAPTURE)  # without source, which the run was started with
+    assert len(run) == len(rows)
+    assert json.loads((folder / "run" / "run.json").read_text())["meaning"]["source"] == "taps"
     for other in (
         {"source": "taps", "capture": {"points": {**CAPTURE["points"], "q": [3]}}},
         {"source": "taps", "capture": {"preset": "mlp"}},

@@ -19,7 +19,7 @@ import torch
 
 import hsx_dist
 from hsx_dist.models.tiny import write_tiny_tokenizer
-from hsx_dist.taps.capture_config import additional_config
+from hsx_dist.taps.capture_config import KEY
 from tests.harness.hooked_model import HookedModel, tiny_model, worst_row
 from tests.harness.snippets import snippets
 from tests.harness.vllm_server import API_KEY, GUIDE, Served, server
@@ -59,7 +59,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     folder = tmp_path_factory.mktemp("server")
     arguments = {
         "--speculative-config": None,
-        "--additional-config": json.dumps(additional_config({"points": CAPTURE})),
+        "--additional-config": json.dumps({KEY: {"capture": {"points": CAPTURE}}}),
     }
     with server(model, f"file://{folder}/states", folder / "log", arguments=arguments) as running:
         yield running
@@ -164,7 +164,7 @@ def test_answers_and_the_servers_route_have_points(served: Served, hooked: Hooke
 def test_the_guides_snippets_say_how(served: Served) -> None:
     found = {s.language: s.text for s in snippets(GUIDE) if "additional-config" in s.text or "row-18" in s.text}
     table = json.loads(shlex.split(found["text"])[1])
-    assert table == additional_config(table["hsx_capture"]["capture"])
+    assert table == {KEY: {"capture": {"points": {"hidden_states": [2, 15, 27], "q": [15], "mlp_out": "all"}}}}
     asking = found["python"].replace("MODEL", "tiny").replace("[15]", "[2]")
     exec(compile(asking, GUIDE.name, "exec"), shown := {"client": served.client, "hsx_dist": hsx_dist})
     assert shown["points"]["q"].shape[1:] == (1, 4, 32)

@@ -178,8 +178,7 @@ def test_the_guide_on_looking_inside_sees_the_answer_and_the_sentiment(
     folder = Path(resolve_model(SMOLLM2))
     hooked, tokenizer = HookedModel(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
-    def extract(prompts: list[str], *, model: str, source: str, capture: Any, output: str, **_: Any) -> Run:
-        assert source == "taps"
+    def extract(prompts: list[str], *, model: str, capture: Any, output: str, **_: Any) -> Run:
         layers = {name: range(31) if of == "all" else of for name, of in capture["points"].items()}
         parts = []
         for i, prompt in enumerate(prompts):

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
-from hsx_dist.config import ExtractConfig
+from hsx_dist.config import ExtractConfig, load_config
 from hsx_dist.errors import ConfigError
 from hsx_dist.fleet.replica import engine_arguments
 from hsx_dist.fleet.tasks import EngineSpec
@@ -89,7 +90,7 @@ def test_two_ways_to_say_the_same_are_one_run_and_presets_keep_their_name() -> N
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"capture": {"points": {"q": [1]}}}, "expected source taps, got source cache"),
+        ({"capture": {"points": {"q": [1]}}, "source": "cache"}, "expected source taps, got source cache"),
         ({"capture": {"points": {"q": [1]}, "preset": "full"}, "source": "taps"}, "either points or preset"),
         ({"capture": {"points": {"q": [1]}}, "source": "taps", "layers": [1]}, "layers: expected it to be absent"),
         ({"engine_kwargs": {"additional_config": {KEY: {}}}}, "the extraction sets it"),
@@ -98,6 +99,24 @@ def test_two_ways_to_say_the_same_are_one_run_and_presets_keep_their_name() -> N
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         config(**settings)
+
+
+def test_capture_without_a_source_is_by_taps(tmp_path: Path) -> None:
+    """By a file, by the command line and in Python, the same settings as with ``source: taps``."""
+    capture = {"points": {"q": [1]}}
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump({"model": "m", "output": "out", "capture": capture}))
+    written = load_config(None, (), model="m", output="out", capture=capture, source="taps")
+    for config in (
+        load_config(str(file)),
+        load_config(None, (), model="m", output="out", capture=capture),
+        load_config(None, ["capture.points.q=[1]"], model="m", output="out"),
+        ExtractConfig(model="m", output="out", capture=capture),
+    ):
+        assert (config, config.public()) == (written, written.public())
+        assert config.source == "taps"
+    for settings in ({}, {"capture": None}, {"layers": [1]}):
+        assert ExtractConfig(model="m", output="out", **settings).source == "cache"
 
 
 @pytest.mark.parametrize(

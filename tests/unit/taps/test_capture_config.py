@@ -10,6 +10,7 @@ import pytest
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.taps import capture_config
 from hsx_dist.taps.capture_config import KEY, additional_config, capture_of, check_engine
 from hsx_dist.taps.install import tap_model
 
@@ -20,6 +21,20 @@ def test_another_choice_has_another_key_in_the_compile_cache() -> None:
     assert len(keys | {VllmConfig().compute_hash()}) == 4
 
 
+def test_a_table_without_a_trace_is_hashed_with_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``capture_of`` runs before an engine compiles. Another trace must not load the graphs of this one."""
+    capture = {"points": {"q": [0]}}
+    written = VllmConfig(additional_config=additional_config(capture)).compute_hash()
+    given = VllmConfig(additional_config={KEY: {"capture": capture}})
+    assert given.compute_hash() != written
+    assert capture_of(given) == capture
+    assert given.compute_hash() == written
+    monkeypatch.setattr(capture_config, "TRACE", capture_config.TRACE + 1)
+    later = VllmConfig(additional_config={KEY: {"capture": capture}})
+    assert capture_of(later) == capture
+    assert later.compute_hash() != written
+
+
 def test_the_choice_is_read_back() -> None:
     def read(table: Any) -> Any:
         return capture_of(SimpleNamespace(additional_config=table))
@@ -28,6 +43,9 @@ def test_the_choice_is_read_back() -> None:
     assert read({}) is read({"other": 1}) is read(object()) is None
     with pytest.raises(ConfigError, match="same version of hsx_dist"):
         read({KEY: {"capture": {"preset": "full"}, "trace": 0}})
+    for wrong in ({"points": {"q": [1]}}, {"capture": "full"}, "full"):
+        with pytest.raises(ConfigError, match="expected a mapping with capture"):
+            read({KEY: wrong})
 
 
 def engine() -> Any:
