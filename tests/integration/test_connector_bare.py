@@ -17,9 +17,12 @@ from hsx_dist.connector.flush import flush
 from hsx_dist.errors import SampleFailed
 from hsx_dist.isa import avoid_broken_amx
 from tests.harness.lora import write_adapter
+from tests.harness.snippets import snippets
 from tests.integration.inplace_norm import use_inplace_norm
 from tests.integration.oracle import Oracle
 
+PAGE = Path(hsx_dist.__file__).parents[1] / "docs/connector.md"
+(FLUSH,) = (s.text for s in snippets(PAGE) if "flush(llm" in s.text)
 LAYERS = (0, 2, 4)
 RNG = np.random.default_rng(11)
 
@@ -90,7 +93,7 @@ def ask(llm, prompts, params: list[dict], **sampling):
         [SamplingParams(**sampling, extra_args={"kv_transfer_params": p} if p else None) for p in params],
         use_tqdm=False,
     )
-    flush(llm, 60)
+    exec(compile(FLUSH, PAGE.name, "exec"), {"llm": llm})
     return outputs
 
 

@@ -16,7 +16,7 @@ from tests.unit.test_documentation import ROOT, WHOLE
 #: Timeout: the first page also waits for the demo.
 pytestmark = [pytest.mark.pages, pytest.mark.timeout(900)]
 
-#: The demo of `make demo`, on fewer rows.
+#: `make demo` of README.md and quickstart.md, on fewer rows.
 _FEWER = ["input.limit=12", "check_samples=2"]
 
 

@@ -190,7 +190,7 @@ def test_a_run_that_is_complete_needs_no_engine_and_another_capture_is_refused(
     monkeypatch.setattr("vllm.LLM", None)
     run = extract(folder, rows, capture=CAPTURE)  # without source, which the run was started with
     assert len(run) == len(rows)
-    assert json.loads((folder / "run" / "run.json").read_text())["meaning"]["source"] == "taps"
+    assert run.info["meaning"]["source"] == "taps"
     for other in (
         {"source": "taps", "capture": {"points": {**CAPTURE["points"], "q": [3]}}},
         {"source": "taps", "capture": {"preset": "mlp"}},

@@ -1,4 +1,7 @@
-"""vLLM's own OpenAI server with the connector, the ``openai`` client, and states in a real S3 server or a folder."""
+"""vLLM's own OpenAI server with the connector, the ``openai`` client, and states in a real S3 server or a folder.
+
+Runs the client's blocks of serving.md; test_serving_points.py runs the block with points.
+"""
 
 from __future__ import annotations
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from transformers import MixtralConfig, Qwen3Config
 
 import hsx_dist
-from hsx_dist.config import ExtractConfig
+from hsx_dist.config import ExtractConfig, load_config
 from hsx_dist.jobs.capture import captured_rows
 from hsx_dist.taps.points import POINTS, PRESETS
+from tests.harness.snippets import Snippet, snippets
 
-PAGE = (Path(hsx_dist.__file__).parents[1] / "docs" / "capture.md").read_text()
+PATH = Path(hsx_dist.__file__).parents[1] / "docs" / "capture.md"
+PAGE = PATH.read_text()
 HEAD = "| point | what it is | row | dtype | layers | bytes |"
 _ROW = {
     "hidden": "`H`",
@@ -54,6 +57,18 @@ def table(head: str) -> list[tuple[str, ...]]:
     lines = PAGE.split(head + "\n", 1)[1].splitlines()[1:]
     rows = lines[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]
     return [tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]) for row in rows]
+
+
+@pytest.mark.parametrize("block", [s for s in snippets(PATH) if s.language == "yaml"], ids=lambda s: s.where)
+def test_a_runs_file_is_accepted(block: Snippet, tmp_path: Path) -> None:
+    """For the model of the page's example, Qwen3-4B."""
+    file = tmp_path / "run.yaml"
+    file.write_text(block.text)
+    config = load_config(str(file), model="m", output="o")
+    assert config.source == "taps"
+    assert config.capture is not None
+    chosen = {p for of in config.capture.values() for p in (PRESETS[of] if isinstance(of, str) else of)}
+    assert captured_rows(config, _DENSE, "bfloat16").keys() == chosen
 
 
 def test_the_table_of_points_is_the_codes() -> None:
