@@ -40,8 +40,8 @@ def capture_of(vllm_config: Any) -> dict[str, Any] | None:
     found = table.get(KEY) if isinstance(table, dict) else None
     if found is None:
         return None
-    if isinstance(found, dict) and "trace" not in found:
-        found = table[KEY] = {**found, "trace": TRACE}
+    if isinstance(found, dict):
+        found.setdefault("trace", TRACE)  # in place: vLLM's shallow copies of its configuration share this table
     if not isinstance(found, dict) or found.get("trace") != TRACE or not isinstance(found.get("capture"), dict):
         raise ConfigError(
             f"additional_config.{KEY}: expected a mapping with capture, and trace {TRACE} or none, got {found!r}. Use "
