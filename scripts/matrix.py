@@ -46,8 +46,6 @@ EXACT = ("tests/integration/test_exact_numbers.py", "tests/integration/test_exac
 POINTS = tuple(f"tests/integration/{name}.py" for name in ("test_points_run", "test_points_ranks", "test_taps"))
 TAPPED = "mixtral-eager"
 RANKS = ("test_exact_ranks", "test_points_ranks")
-#: Releases on which taps are not tested: ``vllm_patches.model_loads`` was written for 0.32.
-WITHOUT_TAPS = {"0.31"}
 #: Packages whose versions the table lists.
 PACKAGES = ("torch", "transformers")
 #: Releases without a CPU build, and the release whose environment and compiled extension they run with.
@@ -68,11 +66,10 @@ class Configuration:
     def name(self) -> str:
         return f"V{2 if self.v2 else 1}, {'asynchronous' if self.ahead else 'synchronous'}"
 
-    def arguments(self, release: str) -> tuple[str, ...]:
-        """pytest's arguments on this release."""
-        points = () if release in WITHOUT_TAPS else POINTS
+    @property
+    def arguments(self) -> tuple[str, ...]:
         wanted = f"(not test_taps.py or {TAPPED})" + (f" and not {self.without}" if self.without else "")
-        return (*self.tests, *points, "-k", wanted)
+        return (*self.tests, *POINTS, "-k", wanted)
 
 
 CONFIGURATIONS = (
@@ -207,7 +204,7 @@ def run_tests(environment: Environment, configuration: Configuration, outcome: O
         "pytest",
         "-q",
         f"--junitxml={report}",
-        *configuration.arguments(outcome.release),
+        *configuration.arguments,
     ]
     subprocess.run(command, cwd=ROOT, check=False, env=environment.variables(**variables))
     if not report.exists():

@@ -12,7 +12,8 @@ For each file: the patched releases, the replaced code, and the effect if vLLM n
   stored.
 - ``resets`` (0.31, 0.32, 0.33): ``EngineCore.reset_prefix_cache``. Without: a warning; a reset fails while blocks are
   held.
-- ``model_loads`` (0.32): ``BaseModelLoader.load_model``. Without: a warning; an engine with taps is refused.
+- ``model_loads`` (0.31 with the V1 runner, 0.32, 0.33): ``BaseModelLoader.load_model``. Without: a warning; an engine
+  with taps is refused.
 
 What differs between releases without a patch is in ``hsx_dist/connector/versions.py``.
 """

@@ -1,6 +1,6 @@
 """Taps are installed on a model right after it is loaded.
 
-Versions: vLLM 0.32 (run), both runners. Upstream: no issue is open.
+Versions: vLLM 0.31 with the V1 runner; 0.32 and 0.33, both runners. Upstream: no issue is open.
 
 What vLLM does: the model runners load a model through ``BaseModelLoader.load_model``, then run it once to measure its
 memory, and compile it there. Nothing calls a plugin in between. Hooks that are installed later are not compiled, and
