@@ -55,3 +55,30 @@ def test_a_point_that_is_not_stored_is_said() -> None:
     assert found["q"].state == "warn"
     assert "got none of [2]" in found["q"].message
     assert found["mlp_out"].state == "ok"
+
+
+def test_an_error_that_unknown_experts_explain_is_no_failure() -> None:
+    model = SimpleNamespace(num_layers=4, dtype="bfloat16", rows=MODEL.rows)
+
+    def states(size: float, dtype: str) -> dict[str, tuple[str, str]]:
+        model.dtype = dtype
+        every = [(name, i) for name in MODEL.rows for i in (1, 2)]
+        right = [
+            LayerError(i, False, size, size, name, unknown_routes=(name, i) == ("mlp_out", 2)) for name, i in every
+        ]
+        return {
+            d.name: (d.state, d.message) for d in judge_points(model, [SAMPLE], right, [error(*k, 1) for k in every])
+        }
+
+    small = [LayerError(1, False, 0.3, 0.3, "mlp_out", True)]
+    assert [small[0].passed("bfloat16"), small[0].unclear("bfloat16"), small[0].failed("bfloat16")] == [
+        False,
+        True,
+        False,
+    ]
+    assert small[0].failed("float32")
+    assert LayerError(1, False, float("nan"), 0.3, "mlp_out", True).failed("bfloat16")
+    assert LayerError(1, False, 0.6, 0.6, "mlp_out", True).failed("bfloat16")
+    found = states(0.3, "bfloat16")["point mlp_out"]
+    assert found[0] == "fail"  # layer 1 is known
+    assert "layers [1] differ" in found[1]
