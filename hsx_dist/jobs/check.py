@@ -57,7 +57,7 @@ class LayerError:
 
     ``norm``: |ours - theirs| / |theirs| over all rows; ``worst_row``: the largest such ratio of a single row.
     ``after_norm``: both sides after the model's final norm. Of ``topk_ids`` a row's ratio is the square root of the
-    fraction of its experts that the reference did not choose. ``unknown_routes``: an earlier router decided, and the
+    fraction of the reference's experts that are not stored. ``unknown_routes``: an earlier router decided, and the
     engine's choice is not known.
     """
 
@@ -254,8 +254,8 @@ def _by_layer(points: Mapping[str, PointRows]) -> Iterator[tuple[str, int, torch
 def _difference(point: str, ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms of each row's difference, and of each row of ``theirs``."""
     if point == "topk_ids":
-        strangers = (ours[:, :, None] != theirs[:, None, :]).all(dim=2).sum(dim=1)
-        return strangers.double().sqrt(), (strangers * 0 + theirs.shape[1]).double().sqrt()
+        missing = (theirs[:, :, None] != ours[:, None, :]).all(dim=2).sum(dim=1)
+        return missing.double().sqrt(), (missing * 0 + theirs.shape[1]).double().sqrt()
     a, b = ours.double(), theirs.double()
     if point == "topk_weights":  # experts of nearly equal weights are ordered by rounding
         a, b = a.sort(dim=1).values, b.sort(dim=1).values

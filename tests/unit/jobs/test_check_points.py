@@ -35,7 +35,7 @@ def test_each_point_is_compared_and_another_layer_or_row_fails(kind: str, tmp_pa
     points = points_of(hooked)
     found = errors(hooked, points)
     assert found.keys() == {(name, i) for name, of in points.items() for i in of.layers}
-    assert all(e.passed("float32") for e in found.values()), found
+    assert all(e.passed("float32") and not e.unknown_routes for e in found.values()), found
     for name, of in points.items():
         shifted = {name: PointRows(of.layers, of.rows.roll(1, 0))}
         assert not any(e.passed("bfloat16") for e in errors(hooked, shifted).values()), name
@@ -58,10 +58,10 @@ def test_a_point_that_transformers_names_otherwise_is_not_compared(tmp_path: Pat
     assert found == {}
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe"])
-def bf16(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Rows that a float32 model rounds to bf16, and a function that compares points with a bf16 model."""
-    path = tiny_model(request.param, tmp_path_factory.mktemp("bf16"))
+    path = tiny_model("mixtral", tmp_path_factory.mktemp("bf16"))
     token_ids = torch.randint(3, 500, (300,), generator=torch.Generator().manual_seed(0))
     rows = {
         key: x if key[0].startswith("topk") else x.bfloat16()
@@ -105,7 +105,7 @@ def test_wrong_bf16_rows_fail(bf16: Any) -> None:
     wrong = {name: of.rows.roll(1, 1) for name, of in points.items() if len(of.layers) > 1}
     everywhere = compared({**points, **{name: PointRows(points[name].layers, rows) for name, rows in wrong.items()}})
     assert all(e.failed("bfloat16") for e in everywhere if e.point in wrong)
-    for name in ("resid_pre", "q", "mlp_out", "topk_ids"):
+    for name in ("resid_pre", "mlp_out", "topk_ids"):
         one = {**points, name: PointRows(points[name].layers, wrong[name])}
         assert all(e.failed("bfloat16") for e in compared(one) if e.point == name), name
         alone = compared({name: PointRows(points[name].layers, wrong[name])})

@@ -57,28 +57,19 @@ def test_a_point_that_is_not_stored_is_said() -> None:
     assert found["mlp_out"].state == "ok"
 
 
-def test_an_error_that_unknown_experts_explain_is_no_failure() -> None:
-    model = SimpleNamespace(num_layers=4, dtype="bfloat16", rows=MODEL.rows)
+def test_an_error_that_unknown_experts_explain_is_a_warning_below_float32() -> None:
+    def mlp_out(dtype: str, known: float, unknown: float) -> Any:
+        model: Any = SimpleNamespace(num_layers=4, dtype=dtype, rows={"mlp_out": CapturedRows((1, 2), 8)})
+        second = LayerError(2, False, unknown, unknown, "mlp_out", unknown_routes=True)
+        wrong = [error("mlp_out", i, 1.0) for i in (1, 2)]
+        (found,) = judge_points(model, [SAMPLE], [error("mlp_out", 1, known), second], wrong)
+        return found
 
-    def states(size: float, dtype: str) -> dict[str, tuple[str, str]]:
-        model.dtype = dtype
-        every = [(name, i) for name in MODEL.rows for i in (1, 2)]
-        right = [
-            LayerError(i, False, size, size, name, unknown_routes=(name, i) == ("mlp_out", 2)) for name, i in every
-        ]
-        return {
-            d.name: (d.state, d.message) for d in judge_points(model, [SAMPLE], right, [error(*k, 1) for k in every])
-        }
-
-    small = [LayerError(1, False, 0.3, 0.3, "mlp_out", True)]
-    assert [small[0].passed("bfloat16"), small[0].unclear("bfloat16"), small[0].failed("bfloat16")] == [
-        False,
-        True,
-        False,
-    ]
-    assert small[0].failed("float32")
-    assert LayerError(1, False, float("nan"), 0.3, "mlp_out", True).failed("bfloat16")
-    assert LayerError(1, False, 0.6, 0.6, "mlp_out", True).failed("bfloat16")
-    found = states(0.3, "bfloat16")["point mlp_out"]
-    assert found[0] == "fail"  # layer 1 is known
-    assert "layers [1] differ" in found[1]
+    warned = mlp_out("bfloat16", 0.01, 0.3)
+    assert warned.state == "warn"
+    assert "layers [2] differ: expected topk_ids of all earlier MoE layers" in warned.message
+    assert mlp_out("bfloat16", 0.01, 0.05).state == "ok"
+    assert mlp_out("float32", 1e-4, 0.3).state == "fail"
+    for known, unknown in ((0.3, 0.3), (0.01, 0.6), (0.01, float("nan"))):
+        assert mlp_out("bfloat16", known, unknown).state == "fail"
+    assert "layers [1] differ; layer 1 is the first of all points" in mlp_out("bfloat16", 0.3, 0.3).message
