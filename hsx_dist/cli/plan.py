@@ -81,8 +81,8 @@ def _facts(plan: RunPlan, model: str, rate: float | None, per_node: int) -> list
         ),
         (
             "host",
-            f"at most {bytes_text(plan.host.ring)} in the ring of a replica, and {bytes_text(plan.host.writer)} in each "
-            f"writer ({plan.host.writers} a node)",
+            f"at most {bytes_text(plan.host.ring)} in the rings of a replica, and {bytes_text(plan.host.writer)} in "
+            f"each writer ({plan.host.writers} a node)",
         ),
         ("time", f"{seconds} with {_replicas(plan.replicas)} of {rate or GUESSED:,.0f} tokens/s{guessed}"),
         (

@@ -11,8 +11,8 @@ from hsx_dist.config import ExtractConfig
 class HostShare:
     """Bytes at most, in addition to vLLM and the processes themselves.
 
-    ``ring``: the rings of one replica, one for each tensor-parallel rank. ``writer``: pages that one writer encodes, and
-    encoded bytes that it has not stored. ``writers``: on each node.
+    ``ring``: the rings of one replica, one for each tensor-parallel rank. ``writer``: pages that one writer encodes,
+    and encoded bytes that it has not stored. ``writers``: on each node.
     """
 
     ring: int

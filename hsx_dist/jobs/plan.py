@@ -1,4 +1,4 @@
-"""What a run will take, before anything is started: rows, tokens, bytes, parts, requests, cache, host memory, time, network."""
+"""What a run will take, before anything is started: rows, tokens, bytes, parts, requests, memory, time, network."""
 
 from __future__ import annotations
 

@@ -143,15 +143,20 @@ def test_the_host_memory_of_a_replica_and_its_writers(
 ) -> None:
     (tmp_path / "in.jsonl").write_text(json.dumps(ROWS[0]))
     settings = [f"model={tiny_model_path}", f"input.path={tmp_path}/in.jsonl", "output=s3://bucket/x", f"pool={pool}"]
-    settings += ["in_flight_bytes=300MB", "writers.credit_bytes=50MB", "part_bytes=200MB", "writers.per_node=3"]
+    settings += [
+        "layers=1",
+        "in_flight_bytes=300MB",
+        "writers.credit_bytes=50MB",
+        "part_bytes=200MB",
+        "writers.per_node=3",
+    ]
     for last in (["engine_kwargs.tensor_parallel_size=2"], ["engine_kwargs.tensor_parallel_size=2", "--json"]):
         with pytest.raises(SystemExit, match="0"):
             main(["plan", *settings, *last])
     text, _, document = capsys.readouterr().out.partition("{")
     assert json.loads("{" + document)["host"] == {"ring": 600_000_000, "writer": 250_000_000, "writers": writers}
-    assert "600.0 MB in the ring of a replica" in text
-    assert "250.0 MB in each" in text
-    assert f"({writers} a node)" in text
+    assert "600.0 MB in the rings of a replica" in text
+    assert f"250.0 MB in each writer ({writers} a node)" in text
 
 
 def test_the_command(tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
