@@ -227,7 +227,7 @@ def _reference_rows(
     reference: Any, ids: torch.Tensor, points: Mapping[str, PointRows]
 ) -> tuple[dict[tuple[str, int], torch.Tensor], set[int]]:
     """Rows of ``reference`` by point and layer, and the layers whose experts it had to choose itself."""
-    from hsx_dist.jobs.routing import RouteReplay, expert_blocks
+    from hsx_dist.jobs.route_replay import RouteReplay, expert_blocks
 
     blocks = expert_blocks(reference)
     routes = {layer: rows for name, layer, rows in _by_layer(points) if name == "topk_ids"}

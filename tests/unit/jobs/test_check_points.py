@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, GPT2Config, GPT2Model
 
 from hsx_dist.jobs.check import LayerError, PointRows, layer_errors
+from hsx_dist.page import HIDDEN_STATES
 from tests.harness.hooked_model import HookedModel, tiny_model
 
 pytestmark = pytest.mark.slow
@@ -121,3 +122,12 @@ def test_ids_that_no_router_can_choose_fail(bf16: Any) -> None:
     of = points["topk_ids"]
     for rows in (of.rows + 100, torch.full_like(of.rows, -1), of.rows[:, :, :1]):
         assert all(e.failed("bfloat16") for e in compared({"topk_ids": PointRows(of.layers, rows)}))
+
+
+def test_a_model_whose_layers_have_another_name_is_compared() -> None:
+    model = GPT2Model(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=300)).eval()
+    ids = torch.tensor(IDS)
+    with torch.inference_mode():
+        states = model(ids[None], output_hidden_states=True).hidden_states
+        found = layer_errors([(ids, {HIDDEN_STATES: PointRows((0, 1), torch.stack(states[:2], 2)[0])})], model, 2)
+    assert [(e.layer_id, e.norm, e.unknown_routes) for e in found] == [(0, 0.0, False), (1, 0.0, False)]

@@ -18,9 +18,12 @@ from hsx_dist.jobs.reference import decoder_of
 
 
 def expert_blocks(model: Any) -> dict[int, torch.nn.Module]:
-    """For each MoE layer of a transformers model the module that routes: the parent of its ``experts``."""
+    """For each MoE layer of a transformers model the module that routes: the parent of its ``experts``.
+
+    Empty for a model whose layers have another name than ``layers``.
+    """
     found = {}
-    for i, layer in enumerate(decoder_of(model).layers):
+    for i, layer in enumerate(getattr(decoder_of(model), "layers", ())):
         for path, _ in layer.named_modules():
             owner, _, name = path.rpartition(".")
             if name == "experts":
