@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _FLIPS = 0.5
 #: Why an error above the limit is no proof, and what to do.
 UNKNOWN_ROUTES = (
-    "expected topk_ids of all earlier MoE layers, got no such ids. Rounding may choose other experts, which explains "
-    "errors of this size. Capture topk_ids: all, or compare in float32"
+    "expected topk_ids of all earlier MoE layers, got none that transformers can use for some. Rounding may choose "
+    "other experts, which explains errors of this size. Capture topk_ids: all, or compare in float32"
 )
 
 
