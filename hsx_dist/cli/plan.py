@@ -79,6 +79,11 @@ def _facts(plan: RunPlan, model: str, rate: float | None, per_node: int) -> list
             f"{bytes_text(plan.cache.states)} of states beside {bytes_text(plan.cache.kv)} of keys and values a token "
             f"and rank: {plan.cache.share:.0%} of it",
         ),
+        (
+            "host",
+            f"at most {bytes_text(plan.host.ring)} in the rings of a replica, and {bytes_text(plan.host.writer)} in "
+            f"each writer ({plan.host.writers} a node)",
+        ),
         ("time", f"{seconds} with {_replicas(plan.replicas)} of {rate or GUESSED:,.0f} tokens/s{guessed}"),
         (
             "network",

@@ -28,6 +28,16 @@ from hsx_dist.taps.points import POINTS
 if TYPE_CHECKING:
     import torch
 
+#: Relative error up to which other experts can explain a difference. ``topk_ids`` may differ in 12 % of the experts
+#: (0.35²). Outputs of two experts are about orthogonal, so that ``mlp_out`` then differs by √(2 · 0.12) = 0.49, and the
+#: residual stream by less. Unrelated rows differ by about √2.
+_FLIPS = 0.5
+#: Why an error above the limit is no proof, and what to do.
+UNKNOWN_ROUTES = (
+    "expected topk_ids of all earlier MoE layers, got none that transformers can use for some. Rounding may choose "
+    "other experts, which explains errors of this size. Capture topk_ids: all, or compare in float32"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class PointRows:
@@ -47,7 +57,8 @@ class LayerError:
 
     ``norm``: |ours - theirs| / |theirs| over all rows; ``worst_row``: the largest such ratio of a single row.
     ``after_norm``: both sides after the model's final norm. Of ``topk_ids`` a row's ratio is the square root of the
-    fraction of its experts that the reference did not choose.
+    fraction of the reference's experts that are not stored. ``unknown_routes``: an earlier router decided, and the
+    engine's choice is not known.
     """
 
     layer_id: int
@@ -55,13 +66,14 @@ class LayerError:
     norm: float
     worst_row: float
     point: str = HIDDEN_STATES
+    unknown_routes: bool = False
 
     def limit(self, dtype: str) -> tuple[str, float]:
         """The figure that is compared, and its limit. ``dtype``: in which the model computed; the point's may differ.
 
         In bf16 two correct implementations differ by some percent: the order of sums differs, and the norm's scale is
         large where states are small. In float32 every row must agree. Rounding decides between experts with nearly
-        equal logits.
+        equal logits: ``topk_ids`` may differ, and other points are computed with the experts of the stored ids.
         """
         if self.point == "topk_ids":
             return "norm", 0.05 if dtype == "float32" else 0.35
@@ -72,6 +84,14 @@ class LayerError:
     def passed(self, dtype: str) -> bool:
         figure, limit = self.limit(dtype)
         return bool(getattr(self, figure) <= limit)  # NaN compares false
+
+    def unclear(self, dtype: str) -> bool:
+        """Whether the error exceeds the limit, but rounding in unknown routers can explain it."""
+        return self.unknown_routes and dtype != "float32" and not self.passed(dtype) and self.norm <= _FLIPS
+
+    def failed(self, dtype: str) -> bool:
+        """Whether the rows are wrong."""
+        return not self.passed(dtype) and not self.unclear(dtype)
 
 
 def check_run(config: ExtractConfig, place: Place, model: Model, attempt: int, console: Console) -> bool | None:
@@ -109,7 +129,7 @@ def check_run(config: ExtractConfig, place: Place, model: Model, attempt: int, c
     if points is None or not compared:
         console.print("not checked against transformers: no sample is stored any more")
         return None
-    passed = bool(errors) and all(e.passed(dtype) for e in errors)
+    passed = bool(errors) and not any(e.failed(dtype) for e in errors)
     print_errors(errors, dtype, len(compared), console)
     if left := sorted(points.keys() - {e.point for e in errors}):
         console.print(f"not compared: {', '.join(left)}: transformers' model has no such module", soft_wrap=True)
@@ -166,39 +186,63 @@ def load_points(sample: Sample) -> StoredPoints:
 def layer_errors(stored: Iterable[StoredPoints], reference: Any, num_layers: int) -> list[LayerError]:
     """Errors by point and layer against ``reference``, a transformers model on the host. Call it in inference mode.
 
-    A point is left out if ``reference`` has no module for it.
+    Where ``topk_ids`` are stored, ``reference`` computes with these experts. Its own choice is compared with them. A
+    point is left out if ``reference`` has no module for it.
     """
     norm = final_norm(reference)
     sums: dict[tuple[str, int], list[float]] = {}
+    unknown: set[tuple[str, int]] = set()
     for ids, points in stored:
-        others = {name: rows.layers for name, rows in points.items() if name != HIDDEN_STATES}
-        hooks = PointReference(reference, others)
-        states = reference(ids[None], output_hidden_states=HIDDEN_STATES in points, use_cache=False).hidden_states
-        hooks.close()
-        theirs = hooks.take(len(ids))
+        theirs, routers = _reference_rows(reference, ids, points)
         for name, layer, ours in _by_layer(points):
-            if name == HIDDEN_STATES:
-                if layer == num_layers and norm is None:
-                    continue
-                ours, right = ours.to(states[layer].dtype), states[layer][0]
-                ours = norm(ours) if layer == num_layers and norm is not None else ours
-            elif (name, layer) in theirs:
-                right = theirs[name, layer]
-            else:
+            right = theirs.get((name, layer))
+            if right is None:
                 continue
+            if name == HIDDEN_STATES:
+                ours = ours.to(right.dtype)
+                if layer == num_layers:  # transformers has applied the norm
+                    if norm is None:
+                        continue
+                    ours = norm(ours)
             total = sums.setdefault((name, layer), [0.0, 0.0, 0.0])
             difference, size = _difference(name, ours, right)
             total[0] += float(difference.square().sum())
             total[1] += float(size.square().sum())
             worst = float((difference / size.clamp_min(1e-30)).max())
             total[2] = worst if worst != worst else max(total[2], worst)
+            place = depth(name, layer, num_layers)
+            if any(i < place or (i == place and name == "mlp_out") for i in routers):
+                unknown.add((name, layer))
     order = {name: i for i, name in enumerate(POINTS)}
     found = []
     for name, layer in sorted(sums, key=lambda key: (order[key[0]], key[1])):
         difference_squares, squares, worst = sums[name, layer]
         after_norm = name == HIDDEN_STATES and layer == num_layers
-        found.append(LayerError(layer, after_norm, (difference_squares / max(squares, 1e-300)) ** 0.5, worst, name))
+        relative = (difference_squares / max(squares, 1e-300)) ** 0.5
+        found.append(LayerError(layer, after_norm, relative, worst, name, (name, layer) in unknown))
     return found
+
+
+def _reference_rows(
+    reference: Any, ids: torch.Tensor, points: Mapping[str, PointRows]
+) -> tuple[dict[tuple[str, int], torch.Tensor], set[int]]:
+    """Rows of ``reference`` by point and layer, and the layers whose experts it had to choose itself."""
+    from hsx_dist.jobs.route_replay import RouteReplay, expert_blocks
+
+    blocks = expert_blocks(reference)
+    routes = {layer: rows for name, layer, rows in _by_layer(points) if name == "topk_ids"}
+    hooks = PointReference(reference, {name: rows.layers for name, rows in points.items() if name != HIDDEN_STATES})
+    with RouteReplay(blocks, routes) as replay:
+        states = reference(ids[None], output_hidden_states=HIDDEN_STATES in points, use_cache=False).hidden_states
+    hooks.close()
+    found = hooks.take(len(ids)) | {("topk_ids", layer): own for layer, own in replay.own.items()}
+    found |= {(HIDDEN_STATES, layer): rows[0] for layer, rows in enumerate(states or ())}
+    return found, blocks.keys() - replay.own.keys()
+
+
+def depth(point: str, layer: int, num_layers: int) -> int:
+    """The layer in which a point is computed: -1 before the first one, ``num_layers`` after the last one."""
+    return num_layers if point in ("resid_final", "final_ln") else -1 if point == "embed" else layer
 
 
 def _by_layer(points: Mapping[str, PointRows]) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -210,8 +254,8 @@ def _by_layer(points: Mapping[str, PointRows]) -> Iterator[tuple[str, int, torch
 def _difference(point: str, ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms of each row's difference, and of each row of ``theirs``."""
     if point == "topk_ids":
-        strangers = (ours[:, :, None] != theirs[:, None, :]).all(dim=2).sum(dim=1)
-        return strangers.double().sqrt(), (strangers * 0 + theirs.shape[1]).double().sqrt()
+        missing = (theirs[:, :, None] != ours[:, None, :]).all(dim=2).sum(dim=1)
+        return missing.double().sqrt(), (missing * 0 + theirs.shape[1]).double().sqrt()
     a, b = ours.double(), theirs.double()
     if point == "topk_weights":  # experts of nearly equal weights are ordered by rounding
         a, b = a.sort(dim=1).values, b.sort(dim=1).values
@@ -241,6 +285,16 @@ def print_errors(errors: list[LayerError], dtype: str, samples: int, console: Co
             f"{e.norm:.2e}",
             f"{e.worst_row:.2e}",
             f"{limit:g} ({'relative error' if figure == 'norm' else 'worst row'})",
-            "ok" if e.passed(dtype) else "MISMATCH",
+            "ok" if e.passed(dtype) else "unclear" if e.unclear(dtype) else "MISMATCH",
         )
     console.print(table)
+    if replaced := [e for e in errors if e.point == "topk_ids"]:
+        other = max(replaced, key=lambda e: e.norm)
+        console.print(f"topk_ids: {other_experts(other)}", soft_wrap=True)
+    if any(e.unclear(dtype) for e in errors):
+        console.print(f"unclear: {UNKNOWN_ROUTES}", soft_wrap=True)
+
+
+def other_experts(error: LayerError) -> str:
+    """What an error of ``topk_ids`` means."""
+    return f"transformers alone would choose others for {error.norm**2:.1%} of the experts (layer {error.layer_id})"

@@ -13,7 +13,16 @@ from collections.abc import Sequence
 from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import EngineError
 from hsx_dist.inputs.rows import rows_from
-from hsx_dist.jobs.check import LayerError, PointRows, StoredPoints, compare, load_points
+from hsx_dist.jobs.check import (
+    UNKNOWN_ROUTES,
+    LayerError,
+    PointRows,
+    StoredPoints,
+    compare,
+    depth,
+    load_points,
+    other_experts,
+)
 from hsx_dist.jobs.diagnosis import Diagnosis
 from hsx_dist.jobs.extract import run_extraction
 from hsx_dist.jobs.preflight import Model
@@ -64,9 +73,7 @@ def judge_points(
         right: errors of the rows as they are stored.
         wrong: errors of the rows under their neighbours' tokens, which must be refused, or the check proves nothing.
     """
-    first = min(
-        (e for e in right if not e.passed(model.dtype)), key=lambda e: _place(e, model.num_layers), default=None
-    )
+    first = min((e for e in right if e.failed(model.dtype)), key=lambda e: _place(e, model.num_layers), default=None)
     return [
         _absent(name, rows.layers, stored)
         or _judge_point(
@@ -98,11 +105,15 @@ def _judge_point(
         f"{worst.layer_id}), worst row {max(e.worst_row for e in right):.2g}; limit {limit:g} "
         f"({figure.replace('_', ' ')}); rows shifted by one: at least {min(e.norm for e in wrong):.2g}"
     )
-    if bad := [e for e in right if not e.passed(dtype)]:
+    if name == "topk_ids":
+        said += f"; {other_experts(worst)}"
+    if bad := [e for e in right if e.failed(dtype)]:
         where = f"layers {[e.layer_id for e in bad]} differ"
         if first is not None and first in bad:
             where += f"; layer {first.layer_id} is the first of all points that differs"
         return Diagnosis(title, "fail", f"{said}: {where}. Do not use them; try enforce_eager, and report it")
+    if unclear := [e.layer_id for e in right if e.unclear(dtype)]:
+        return Diagnosis(title, "warn", f"{said}: layers {unclear} differ: {UNKNOWN_ROUTES}")
     if any(e.passed(dtype) for e in wrong):
         return Diagnosis(title, "warn", f"{said}: shifted rows pass it too, so that this proves little")
     return Diagnosis(title, "ok", said)
@@ -110,6 +121,5 @@ def _judge_point(
 
 def _place(error: LayerError, num_layers: int) -> tuple[int, int]:
     """Where a row is in the order of the computation."""
-    last = error.point in ("resid_final", "final_ln")
-    layer = num_layers if last else -1 if error.point == "embed" else error.layer_id
+    layer = depth(error.point, error.layer_id, num_layers)
     return layer, 0 if error.point == HIDDEN_STATES else list(POINTS).index(error.point)

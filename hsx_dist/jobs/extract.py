@@ -32,6 +32,7 @@ from hsx_dist.jobs.capture import capture_of_run
 from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.driver import Driver
 from hsx_dist.jobs.heartbeat import Heartbeat
+from hsx_dist.jobs.host_share import writer_bytes
 from hsx_dist.jobs.input_identity import check_same_input, run_seed
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import HeldBytes, Limits, seconds_left
@@ -300,7 +301,7 @@ def make_fleet(config: ExtractConfig, place: Place, spec: EngineSpec, about: dic
             layout=config.layout,
             part_bytes=int(config.part_bytes),
             part_seconds=config.part_seconds,
-            max_bytes=int(config.writers.credit_bytes) + int(config.part_bytes),
+            max_bytes=writer_bytes(config),
             uploads=config.writers.uploads,
         )
 

@@ -1,4 +1,4 @@
-"""What a run will take, before anything is started: rows, tokens, bytes, parts, requests, cache, time, network."""
+"""What a run will take, before anything is started: rows, tokens, bytes, parts, requests, memory, time, network."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hsx_dist.inputs.encode import Encoded, RowEncoder, RowRules, load_tokenizer
 from hsx_dist.inputs.rows import Row
 from hsx_dist.jobs.cache_share import CacheShare, cache_share
 from hsx_dist.jobs.capture import mean_bytes, rank_bytes, token_bytes
+from hsx_dist.jobs.host_share import HostShare, host_share
 from hsx_dist.jobs.preflight import Model, examine_model, load_text_config, partial_note
 
 #: Raw bytes a stored byte: measured on SmolLM2-135M's states (benchmarks/results/codec.md). Larger models' differ by a
@@ -61,6 +62,7 @@ class RunPlan:
     parts: int
     requests: int
     cache: CacheShare
+    host: HostShare
     seconds: float
     node_bytes_per_second: float
     replicas: int
@@ -124,6 +126,7 @@ def make_plan(
         parts=parts,
         requests=parts * _REQUESTS_A_PART + math.ceil(seconds / _HEARTBEAT_S) + 10,
         cache=cache,
+        host=host_share(config),
         seconds=seconds,
         node_bytes_per_second=tokens_per_second * replicas_per_node * stored[codec] / max(tokens, 1),
         replicas=config.max_replicas,

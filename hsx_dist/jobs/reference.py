@@ -40,7 +40,7 @@ class PointReference:
     def __init__(self, model: Any, points: Mapping[str, Collection[int]]):
         self._rows: dict[tuple[str, int], Any] = {}
         self._hooks = []
-        decoder = _decoder(model)
+        decoder = decoder_of(model)
         for point, layers in points.items():
             name, what = _OF_MODEL.get(point) or _OF_LAYER.get(point) or ("", 0)
             for layer in layers if name else ():
@@ -88,14 +88,15 @@ def layer_modules(text: Any) -> dict[str, set[int]] | None:
         from transformers import AutoModel
 
         with torch.device("meta"):
-            layers = _decoder(AutoModel.from_config(text, trust_remote_code=False)).layers
+            layers = decoder_of(AutoModel.from_config(text, trust_remote_code=False)).layers
     except (ImportError, ValueError, AttributeError):
         return None
     names = ("self_attn.q_norm", "self_attn.k_norm", "mlp.experts")
     return {name: {i for i, layer in enumerate(layers) if _find(layer, name) is not None} for name in names}
 
 
-def _decoder(model: Any) -> Any:
+def decoder_of(model: Any) -> Any:
+    """The decoder of a transformers model, which has ``layers``."""
     return getattr(model, "language_model", model)
 
 

@@ -59,3 +59,27 @@ def test_samples_that_consumers_removed_are_not_compared(
     else:
         assert "no sample is stored any more" in console.file.getvalue()
         assert CHECK not in {info.name for info in place.store.list("")}
+
+
+@pytest.mark.parametrize(("unknown", "passed", "shown"), [(True, True, "unclear"), (False, False, "MISMATCH")])
+def test_an_error_that_unknown_experts_explain_does_not_fail_a_job(
+    unknown: bool, passed: bool, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    store_run(store, [random_sample("a", 5, layer_ids=(1,), hidden_size=8)], per_part=2, codec=NoneCodec())
+
+    def compare(stored: Any, *_: Any, **__: Any) -> list[check.LayerError]:
+        assert len(list(stored)) == 1
+        return [
+            check.LayerError(1, False, 0.3, 0.9, "mlp_out", unknown_routes=unknown),
+            check.LayerError(1, False, 0.2, 0.7, "topk_ids"),
+        ]
+
+    monkeypatch.setattr(check, "compare", compare)
+    config = load_config(None, (), model="m", output="/tmp/x", check_samples=1)
+    console = Console(file=io.StringIO())
+    assert check.check_run(config, open_place(store), MagicMock(dtype="bfloat16"), 1, console) is passed
+    printed = console.file.getvalue()
+    assert shown in printed
+    assert ("expected topk_ids of all earlier MoE layers" in printed) is unknown
+    assert "others for 4.0% of the experts (layer 1)" in printed

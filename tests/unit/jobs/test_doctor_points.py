@@ -55,3 +55,21 @@ def test_a_point_that_is_not_stored_is_said() -> None:
     assert found["q"].state == "warn"
     assert "got none of [2]" in found["q"].message
     assert found["mlp_out"].state == "ok"
+
+
+def test_an_error_that_unknown_experts_explain_is_a_warning_below_float32() -> None:
+    def mlp_out(dtype: str, known: float, unknown: float) -> Any:
+        model: Any = SimpleNamespace(num_layers=4, dtype=dtype, rows={"mlp_out": CapturedRows((1, 2), 8)})
+        second = LayerError(2, False, unknown, unknown, "mlp_out", unknown_routes=True)
+        wrong = [error("mlp_out", i, 1.0) for i in (1, 2)]
+        (found,) = judge_points(model, [SAMPLE], [error("mlp_out", 1, known), second], wrong)
+        return found
+
+    warned = mlp_out("bfloat16", 0.01, 0.3)
+    assert warned.state == "warn"
+    assert "layers [2] differ: expected topk_ids of all earlier MoE layers" in warned.message
+    assert mlp_out("bfloat16", 0.01, 0.05).state == "ok"
+    assert mlp_out("float32", 1e-4, 0.3).state == "fail"
+    for known, unknown in ((0.3, 0.3), (0.01, 0.6), (0.01, float("nan"))):
+        assert mlp_out("bfloat16", known, unknown).state == "fail"
+    assert "layers [1] differ; layer 1 is the first of all points" in mlp_out("bfloat16", 0.3, 0.3).message

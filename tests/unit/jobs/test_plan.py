@@ -137,6 +137,28 @@ def test_hybrids_are_warned_of() -> None:
     assert cache_share(SimpleNamespace(**TEXT, layer_types=["full_attention"] * 4), states=10).warning is None
 
 
+@pytest.mark.parametrize(("pool", "writers"), [("ray", 3), ("threads", 1)])
+def test_the_host_memory_of_a_replica_and_its_writers(
+    pool: str, writers: int, tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps(ROWS[0]))
+    settings = [f"model={tiny_model_path}", f"input.path={tmp_path}/in.jsonl", "output=s3://bucket/x", f"pool={pool}"]
+    settings += [
+        "layers=1",
+        "in_flight_bytes=300MB",
+        "writers.credit_bytes=50MB",
+        "part_bytes=200MB",
+        "writers.per_node=3",
+    ]
+    for last in (["engine_kwargs.tensor_parallel_size=2"], ["engine_kwargs.tensor_parallel_size=2", "--json"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(["plan", *settings, *last])
+    text, _, document = capsys.readouterr().out.partition("{")
+    assert json.loads("{" + document)["host"] == {"ring": 600_000_000, "writer": 250_000_000, "writers": writers}
+    assert "600.0 MB in the rings of a replica" in text
+    assert f"250.0 MB in each writer ({writers} a node)" in text
+
+
 def test_the_command(tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ROWS))
     (tmp_path / "c.yaml").write_text(f"model: {tiny_model_path}\noutput: {tmp_path}/run\nlayers: [1]\npool: threads\n")
