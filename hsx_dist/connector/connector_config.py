@@ -136,6 +136,16 @@ class ConnectorConfig(BaseModel):
         return self.layout == "sample" and self.bare
 
 
+def _without_secrets(options: Mapping[str, Any]) -> Any:
+    """The options with the environment's values; ``ConfigError`` if a credential is written out."""
+    for secret in secret_paths(options, ("hsx", "storage_options")):
+        raise ConfigError(
+            f"{'.'.join(secret)}: expected no credential, got one. vLLM logs its configuration, and other users "
+            "can read command lines. Set it in the environment and write ${env:NAME}, or use a profile or role"
+        )
+    return with_environment(options)
+
+
 def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     """Settings from ``kv_connector_extra_config``.
 
@@ -163,12 +173,7 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
             raise ConfigError(f"expected hsx.transport, got hsx.{old}: {table[old]!r}. Set hsx.transport to {new}")
     table.setdefault("output", tempfile.gettempdir())  # where vLLM's own connector stores by default
     if isinstance(options := table.get("storage_options"), Mapping):
-        for secret in secret_paths(options, ("hsx", "storage_options")):
-            raise ConfigError(
-                f"{'.'.join(secret)}: expected no credential, got one. vLLM logs its configuration, and other users "
-                "can read command lines. Set it in the environment and write ${env:NAME}, or use a profile or role"
-            )
-        table["storage_options"] = with_environment(options)
+        table["storage_options"] = _without_secrets(options)
     try:
         settings = ConnectorConfig.model_validate(table)
     except ValidationError as e:
