@@ -201,8 +201,8 @@ class Description:
         shared = (*_SHARED, *_OF_POINTS) if self.of_points else _SHARED
         common = {k: rows[0][k] for k in shared if all(r[k] == rows[0][k] for r in rows)}
         meaning = _LAYER_MEANING_OF_POINTS if self.of_points else LAYER_MEANING
-        body = {"codec": self.codec.to_dict(), "about": dict(self.about), "schema": self.schema, "common": common}
-        body["layer_meaning"] = meaning
+        body: dict[str, Any] = {"codec": self.codec.to_dict(), "about": dict(self.about), "schema": self.schema}
+        body |= {"common": common, "layer_meaning": meaning}
         segments = (
             {k: v for k, v in row.items() if k not in common} | _meta(info)
             for row, info in zip(rows, self.segments, strict=True)
