@@ -24,6 +24,7 @@ from hsx_dist.reading.statistics import compute_statistics, store_statistics
 from hsx_dist.saelens import data_provider, sae_config
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import RandomSample
+from tests.harness.points import point_sample, run_of
 from tests.harness.runs import store_run
 from tests.harness.snippets import snippets
 
@@ -106,23 +107,30 @@ def test_several_hooks_have_the_states_of_the_same_tokens(run: Run) -> None:
     assert torch.equal(batch[HOOK], -batch[OTHER])
 
 
-def test_saelens_store_reads_the_export(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", [HOOK, "blocks.7.hook_mlp_out"])
+def test_saelens_store_reads_the_export(run: Run, tmp_path: Path, hook: str) -> None:
     options = ExportOptions(aux_layers=(15,), context=16, samples_per_file=7)
+    chosen: dict[str, Any] = {"layers": [15]}
+    if hook != HOOK:
+        parts = [point_sample(f"p{i}", 70 + i, seed=i, odd=False).segments(i) for i in range(3)]
+        run = run_of(*parts, store=open_store(str(tmp_path / "points")))
+        options, chosen = ExportOptions(hook=hook, context=16), {"points": ["mlp_out"], "layers": [7]}
+    tmp_path /= "export"
     assert export_run(run, "saelens", tmp_path, options).finished
     store = ActivationsStore(
-        model=None, dataset=None, streaming=False, hook_name=HOOK, hook_head_index=None, context_size=16, d_in=WIDTH,
+        model=None, dataset=None, streaming=False, hook_name=hook, hook_head_index=None, context_size=16, d_in=WIDTH,
         n_batches_in_buffer=4, total_training_tokens=512, store_batch_size_prompts=4, train_batch_size_tokens=32,
         prepend_bos=False, normalize_activations="none", device=torch.device("cpu"), dtype="float32",
         cached_activations_path=str(tmp_path),
     )  # fmt: skip
     expected, ids = [], []
-    for item in HiddenStatesDataset(run, layers=[15]):
+    for item in HiddenStatesDataset(run, **chosen):
         whole = len(item["input_ids"]) // 16 * 16
-        expected.append(item["hidden_states"][:whole, 0])
+        expected.append(item["hidden_states" if hook == HOOK else "mlp_out"][:whole, 0])
         ids.append(item["input_ids"][:whole])
     data = store.cached_activation_dataset
     assert data is not None
-    assert torch.equal(data[:][HOOK].reshape(-1, WIDTH), torch.cat(expected))
+    assert torch.equal(data[:][hook].reshape(-1, WIDTH), torch.cat(expected))
     states, tokens = store.get_raw_llm_batch()
     assert torch.equal(states, torch.cat(expected)[:64])
     assert tokens is not None
