@@ -59,6 +59,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     folder = tmp_path_factory.mktemp("server")
     arguments = {
         "--speculative-config": None,
+        "--max-model-len": "512",
         "--additional-config": json.dumps({KEY: {"capture": {"points": CAPTURE}}}),
     }
     with server(model, f"file://{folder}/states", folder / "log", arguments=arguments) as running:
@@ -101,12 +102,12 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def test_requests_of_one_batch_store_other_points(served: Served, hooked: HookedModel) -> None:
-    """Six requests while a seventh generates. Each gets the points that it selects, and their rows are the model's."""
-    (long,), mine = prompts(70, 40), prompts(71, 20, 64, 9, 140, 33, 12)
-    body = {"kv_transfer_params": {"hidden_states_key": "long", "hidden_states_points": {"q": [0]}}, "ignore_eos": True}
+def ask_beside(served: Served, long: list[int], mine: list[list[int]], keys: str) -> tuple[list[Any], bool]:
+    """The answers to ``mine`` while ``long`` generates, and whether all came before its end: all were in its batches."""
+    asked = {"hidden_states_key": f"{keys}long", "hidden_states_points": {"q": [0]}}
+    body = {"kv_transfer_params": asked, "ignore_eos": True}
     stream = iter(
-        served.client.completions.create(model="tiny", prompt=long, max_tokens=200, stream=True, extra_body=body)
+        served.client.completions.create(model="tiny", prompt=long, max_tokens=460, stream=True, extra_body=body)
     )
     next(stream)
 
@@ -116,13 +117,24 @@ def test_requests_of_one_batch_store_other_points(served: Served, hooked: Hooked
 
     with ThreadPoolExecutor(len(mine) + 1) as pool:
         ends = pool.submit(rest)
-        asked = [
-            pool.submit(complete, served, prompt, hidden_states_key=f"r{i}", **ASKED[i][0])
+        futures = [
+            pool.submit(complete, served, prompt, hidden_states_key=f"{keys}r{i}", **ASKED[i][0])
             for i, prompt in enumerate(mine)
         ]
-        answers = [answer.result().kv_transfer_params for answer in asked]
+        answers = [future.result().kv_transfer_params for future in futures]
         answered = time.monotonic()
-        assert answered < ends.result()  # so they were in its batches
+        return answers, answered < ends.result()
+
+
+def test_requests_of_one_batch_store_other_points(served: Served, hooked: HookedModel) -> None:
+    """Six requests while a seventh generates. Each gets the points that it selects, and their rows are the model's."""
+    (long,), mine = prompts(70, 40), prompts(71, 20, 64, 9, 140, 33, 12)
+    for attempt in range(8):  # on a busy machine the seventh may end before the six have started
+        answers, together = ask_beside(served, long, mine, f"{attempt}-")
+        if together:
+            break
+    else:
+        pytest.fail("expected the six to be answered while the seventh generates, got none in eight attempts")
     for prompt, answer, (_, layers) in zip(mine, answers, ASKED, strict=True):
         if not layers:
             assert answer["hidden_states_meta"]["saved"] is False
@@ -131,7 +143,7 @@ def test_requests_of_one_batch_store_other_points(served: Served, hooked: Hooked
         assert found["token_ids"].tolist() == prompt
         check(hooked, prompt, found["points"], layers)
         assert {name: tuple(ids.tolist()) for name, ids in found["layer_ids"].items()} == layers
-    check(hooked, long, served.load(served.at("long"), points=["q"], wait=30)["points"], {"q": (0,)})
+    check(hooked, long, served.load(served.at(f"{attempt}-long"), points=["q"], wait=30)["points"], {"q": (0,)})
 
 
 def test_answers_and_the_servers_route_have_points(served: Served, hooked: HookedModel) -> None:
