@@ -103,7 +103,7 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def ask_beside(served: Served, long: list[int], mine: list[list[int]], keys: str) -> tuple[list[Any], bool]:
-    """The answers to ``mine`` while ``long`` generates, and whether all came before its end: all were in its batches."""
+    """The answers to ``mine`` while ``long`` generates, and whether all came before its end, so in its batches."""
     asked = {"hidden_states_key": f"{keys}long", "hidden_states_points": {"q": [0]}}
     body = {"kv_transfer_params": asked, "ignore_eos": True}
     stream = iter(
