@@ -120,6 +120,13 @@ class Place:
         """The name of the run's folder in ``root``; empty for version 1."""
         return _folder(self.info) if self.version > 1 else ""
 
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """vLLM's ids of the requested layers, ascending. Empty if the description does not list them."""
+        layers = self.info.get("meaning", {}).get("layers", [])
+        whole = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+        return tuple(layers) if whole else ()
+
     def at(self, root: Store) -> Place:
         """The same run, read through ``root``, another store object of the same place."""
         return _place(root, self.pointer, self.info)

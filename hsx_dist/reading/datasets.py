@@ -336,7 +336,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
         def make(record: SampleRecord | None) -> dict[str, Any]:
             assert record is not None, "read_ahead does not call make for pauses"
-            return reader.spec.make(self.run.sample_of(record), 0, empty)
+            return reader.spec.make(self.run, self.run.sample_of(record), 0, empty)
 
         for arrivals in (follower, follower.computed_again()):
             for record, future in read_ahead(make, tasks(arrivals), threads=self._threads, max_bytes=self._prefetch):

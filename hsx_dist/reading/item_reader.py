@@ -42,7 +42,7 @@ class ItemReader:
         self.spec = spec
 
     def make(self, place: int, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
-        return self.spec.make(self.run.sample_of(self.selection.run_index[place]), epoch, empty)
+        return self.spec.make(self.run, self.run.sample_of(self.selection.run_index[place]), epoch, empty)
 
     def nbytes(self, place: int) -> int:
         """``ItemSpec.nbytes`` of the sample at ``place``."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.container_read import Empty
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.arrays import Framework, resolve_framework, to_ids
@@ -115,11 +115,16 @@ class ItemSpec:
         wide = 1 if self.framework != "numpy" else 2  # bf16 becomes float32
         return int(raw_bytes * share * (wide + max(1.0, stored_bytes / max(1, raw_bytes))))
 
-    def make(self, sample: Sample, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
+    def make(self, run: Run, sample: Sample, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
         """Make the item. ``empty``: as for ``Sample.load``.
 
-        Raises as ``Sample.load``, and ``ConfigError`` for a missing mask or attached array.
+        Raises as ``Sample.load``, ``ConfigError`` for a missing mask or attached array, and ``FormatError`` if the
+        sample has fewer layers than ``run`` lists.
         """
+        listed = len(run.layer_ids)
+        if self.points is None and self.layers is not None and (stored := len(sample.layer_ids)) < listed:
+            # ``nbytes`` divides by the listed layers. Too many of them would let read-ahead exceed its memory.
+            raise FormatError(f"{sample.uri}: expected {listed} layers, as in run.json, got {stored}. Run `hsx verify`")
         start, stop = self.span(sample.num_tokens, sample.key, epoch)
         loaded = sample.load(
             *(self.layers, (start, stop), self.framework),

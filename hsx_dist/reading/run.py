@@ -281,9 +281,7 @@ class Run:
     @property
     def layer_ids(self) -> tuple[int, ...]:
         """vLLM's ids of the requested layers, ascending. Empty if ``run.json`` does not list them."""
-        layers = self.info.get("meaning", {}).get("layers", [])
-        whole = isinstance(layers, list) and all(type(layer) is int for layer in layers)
-        return tuple(layers) if whole else ()
+        return self.place.layer_ids
 
     def layers_of(self, point: str) -> tuple[int, ...]:
         """``layer_ids`` for hidden states; for another point, the layers of the run's first sample.

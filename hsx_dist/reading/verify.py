@@ -12,25 +12,23 @@ from pathlib import Path
 import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError, HsxError, NotFound
-from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof
 from hsx_dist.format.place import Place, leftovers, open_place
 from hsx_dist.format.runs import check_receipts, count, load_manifest, read_complete
-from hsx_dist.page import FLOATS, token_hash
+from hsx_dist.page import FLOATS, HIDDEN_STATES, token_hash
 from hsx_dist.reading.column import LOSS_MASK, agrees, is_mean
 from hsx_dist.reading.missing import is_removed, missing_parts
 from hsx_dist.reading.order import is_of_run
+from hsx_dist.reading.part_stream import PartStream
 from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.select import key_hash
 from hsx_dist.reading.statistics import damaged_statistics
-from hsx_dist.store import ObjectInfo, Store
+from hsx_dist.store import Store
 
 # All exponent bits are set: infinity or NaN.
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 _TALLIED = ("bytes", "non_finite", "all_zero")
-#: Bytes of a part that one request fetches.
-_BLOCK = 8 << 20
 #: Most names in ``VerifyReport.bad_samples``.
 MOST_NAMED = 20
 _SIGN = {"bfloat16": 0x8000, "float16": 0x8000, "float32": 0x80000000}
@@ -258,7 +256,7 @@ class _SoundParts:
 def _check(place: Place, receipt: Receipt) -> tuple[VerifyReport, list[str]]:
     tally = VerifyReport(parts=1)
     try:
-        return tally, list(_check_part(place.store, receipt, tally))
+        return tally, list(_check_part(place, receipt, tally))
     except NotFound:  # missing, or removed while it was read
         gone = VerifyReport(parts=1)
         if is_removed(place.store, receipt.part or "", place.version):
@@ -270,14 +268,14 @@ def _check(place: Place, receipt: Receipt) -> tuple[VerifyReport, list[str]]:
         ]
 
 
-def _check_part(store: Store, receipt: Receipt, report: VerifyReport) -> Iterator[str]:
+def _check_part(place: Place, receipt: Receipt, report: VerifyReport) -> Iterator[str]:
     """Yield messages about a part. If its bytes changed, the messages after the checksum's locate the change."""
-    name = receipt.part or ""
+    store, name = place.store, receipt.part or ""
     size = store.head(name).size
     if size != receipt.size:
         yield f"expected {receipt.size} bytes, as its receipt says, got {size}"
-    source = _Stream(store, name, size)
-    messages = list(_check_content(source, receipt, report))
+    source = PartStream(store, name, size)
+    messages = list(_check_content(source, receipt, place.layer_ids, report))
     crc = source.finish()
     report.bytes += size
     if crc != receipt.crc32c:
@@ -285,7 +283,9 @@ def _check_part(store: Store, receipt: Receipt, report: VerifyReport) -> Iterato
     yield from messages
 
 
-def _check_content(source: _Stream, receipt: Receipt, report: VerifyReport) -> Iterator[str]:
+def _check_content(
+    source: PartStream, receipt: Receipt, layer_ids: Sequence[int], report: VerifyReport
+) -> Iterator[str]:
     try:
         part = Part.open(source, source.name, header_bytes=receipt.header_bytes, size=source.size)
     except HsxError as e:
@@ -298,7 +298,7 @@ def _check_content(source: _Stream, receipt: Receipt, report: VerifyReport) -> I
     sound = []
     for proof in receipt.segments:
         try:
-            messages = list(_check_segment(part, proof))
+            messages = list(_check_segment(part, proof, layer_ids))
         except HsxError as e:
             messages = [str(e)]
         yield from messages
@@ -311,7 +311,7 @@ def _check_content(source: _Stream, receipt: Receipt, report: VerifyReport) -> I
             yield str(e)
 
 
-def _check_segment(part: Part, proof: SegmentProof) -> Iterator[str]:
+def _check_segment(part: Part, proof: SegmentProof, layer_ids: Sequence[int]) -> Iterator[str]:
     if not 0 <= proof.slot < len(part.segments):
         yield f"expected a segment at place {proof.slot}, as its receipt says, got {len(part.segments)} segments"
         return
@@ -329,6 +329,8 @@ def _check_segment(part: Part, proof: SegmentProof) -> Iterator[str]:
     mask = part.attached_shape(proof.slot, LOSS_MASK)
     if mask not in (None, (s.total,)):
         yield f"{s.key!r}: expected a loss mask of {s.total} tokens, got shape {mask}"
+    if layer_ids and info.segment.point == HIDDEN_STATES and (wrong := set(info.layer_ids) ^ set(layer_ids)):
+        yield f"{s.key!r}: expected the layers of run.json, got others: only one of the two has layer {min(wrong)}"
     if info.raw_bytes != proof.raw_bytes:
         yield f"{s.key!r}: expected {proof.raw_bytes} raw bytes, as its receipt says, got {info.raw_bytes}"
 
@@ -388,55 +390,3 @@ def _check_counts(store: Store, manifest: Manifest) -> Iterator[str]:
     for name, told in complete["counts"].items():
         if name in here and here[name] != told:
             yield f"completed attempt: expected {told} {name}, got {here[name]} in its receipts"
-
-
-class _Stream:
-    """A source that reads one object once from start to end, in blocks, and computes its checksum.
-
-    Ranges in the current block or after it are served from the stream. Earlier ranges are fetched again.
-    """
-
-    def __init__(self, store: Store, name: str, size: int):
-        self.url, self.name, self.size = store.url, name, size
-        self._store = store
-        self._at = 0  # offset of ``_held`` in the object
-        self._held = bytearray()
-        self._crc = 0
-
-    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        return [self._range(name, a, b) for a, b in ranges]
-
-    def head(self, name: str) -> ObjectInfo:
-        return ObjectInfo(name, self.size)
-
-    def _range(self, name: str, start: int, stop: int) -> memoryview:
-        if start < self._at:
-            return self._store.get_ranges(name, [(start, stop)])[0]
-        if stop > self.size:
-            raise ValueError(f"{name}: expected at least {stop} bytes, got {self.size}")
-        while self._end < stop:
-            if self._end < start:
-                self._drop(self._end)
-            self._read()
-        self._drop(start)
-        return memoryview(bytes(self._held[: stop - start]))
-
-    def finish(self) -> str:
-        """Read the rest of the object. Return the checksum of all its bytes, as in receipts."""
-        while self._end < self.size:
-            self._drop(self._end)
-            self._read()
-        return crc32c_hex(self._crc)
-
-    @property
-    def _end(self) -> int:
-        return self._at + len(self._held)
-
-    def _read(self) -> None:
-        [block] = self._store.get_ranges(self.name, [(self._end, min(self._end + _BLOCK, self.size))])
-        self._crc = crc32c(block, self._crc)
-        self._held += block
-
-    def _drop(self, start: int) -> None:
-        del self._held[: start - self._at]
-        self._at = start

@@ -108,6 +108,15 @@ def test_only_the_layers_and_tokens_wanted_are_fetched() -> None:
     assert store.bytes_read - 8 * 512 <= one / 6
 
 
+@pytest.mark.parametrize("listed", [4, 1000])
+def test_a_run_that_lists_more_layers_than_are_stored_is_refused(listed: int) -> None:
+    """Read-ahead limits its memory by the share of the layers that it reads. A wrong share would exceed the limit."""
+    store = MemoryStore()
+    store_run(store, SAMPLES[:1], info={"meaning": {"layers": list(range(listed))}})
+    with pytest.raises(FormatError, match=rf"expected {listed} layers, as in run.json, got 3"):
+        next(iter(HiddenStatesDataset(Run(store), layers=[2])))
+
+
 def test_a_run_read_through_another_store_keeps_its_own(url: str) -> None:
     run = open_run(url)
     assert run.with_store(lambda store: store).store is run.store

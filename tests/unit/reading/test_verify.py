@@ -165,3 +165,14 @@ def test_a_checksum_that_does_not_match_is_a_typed_error() -> None:
     store.objects["run.json"] = store.objects["run.json"].replace(b"tiny", b"tine")
     with pytest.raises(IntegrityError, match=r"run\.json: expected crc32c .*: the object changed\. Restore it"):
         Run(store)
+
+
+@pytest.mark.parametrize("layers", [[3, 4], [4], []], ids=["more", "another", "none"])
+def test_a_part_with_other_layers_than_the_run_lists_is_named(layers: list[int]) -> None:
+    store = MemoryStore()
+    store_run(store, [SAMPLE], info={"meaning": {"layers": layers}})
+    problems = [p for p in verify_run(store).problems if "layers of run.json" in p.message]
+    assert len(problems) == (1 if layers else 0)
+    if problems:
+        assert "only one of the two has layer" in problems[0].message
+        assert problems[0].part.startswith("data/")
