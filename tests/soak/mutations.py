@@ -10,6 +10,7 @@ import json
 import random
 import struct
 from collections.abc import Callable
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
@@ -175,7 +176,7 @@ def _tampered(value: Any, rng: random.Random) -> None:
     elif isinstance(old, int) and rng.random() < 0.5:
         container[key] = old + rng.choice([-1, 1, -8, 8, 1 << rng.randrange(64)])
     else:
-        container[key] = rng.choice(VALUES)
+        container[key] = deepcopy(rng.choice(VALUES))  # a later change must not reach VALUES
 
 
 def _description_lies(data: bytes, rng: random.Random) -> Mutated:
