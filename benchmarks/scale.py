@@ -30,10 +30,11 @@ from hsx_dist.fleet.base import FleetEvent, ReplicaDied, ReplicaReady, TaskDone
 from hsx_dist.fleet.tasks import Task, TaskResult
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
 from hsx_dist.format.names import part_name, receipt_name
+from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.inputs.rows import Row
-from hsx_dist.jobs.accounting import count_rows
 from hsx_dist.jobs.driver import Driver
+from hsx_dist.jobs.input_identity import count_rows
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.observe.console import Console
 from hsx_dist.observe.progress import Progress
@@ -50,6 +51,8 @@ STORED = 0.68
 TOKENS_A_SECOND = 5000  # for each replica
 SAMPLES_A_PART = 16  # 256 MiB of about a thousand tokens each
 TEXT = "x" * 400
+
+_CONTENT = Row("", 0, text=TEXT).content
 
 
 def rows(n: int) -> Iterator[Row | RowFate]:
@@ -172,6 +175,7 @@ class SimulatedFleet:
                 int(n * TOKEN_BYTES * STORED),
                 row,
                 f"{row:016x}",
+                content=_CONTENT,
             )
             for slot, (key, row, n) in enumerate(part)
         )
@@ -259,7 +263,7 @@ def resume(store: Store, n: int) -> dict[str, Any]:
     manifest = load_manifest(store)
     loaded = clock.lap()
     held = resident() - base
-    total, todo = count_rows(lambda: rows(n), manifest)
+    total, todo = count_rows(open_place(store), lambda: rows(n), manifest)
     assert (total, todo) == (n, 0)
     return {"load": loaded, "count": clock.lap(), "bytes_a_sample": held / n}
 

@@ -94,6 +94,7 @@ class Segment:
 
     Attributes:
         row: index of the sample's input row, if any. Stored in receipts, not in parts.
+        content: ``Row.content`` of that row. Stored in receipts, not in parts.
         sample_hash: ``token_hash`` of the whole sample's ids. It identifies segments of the same sample if a row was
             computed twice. Stored in receipts, not in parts.
         source: unique id of one copy out of a KV cache, shared by that copy's pages. Pages of a recomputed row are not
@@ -111,6 +112,7 @@ class Segment:
     stop: int
     total: int
     row: int | None = field(default=None, compare=False)
+    content: str = field(default="", compare=False)
     sample_hash: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
     meta: Mapping[str, Any] = field(default_factory=dict, compare=False)

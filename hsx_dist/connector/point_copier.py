@@ -178,6 +178,7 @@ class PointCopier:
             stop=segment_stop,
             total=total,
             row=save.row,
+            content=save.content,
             sample_hash=copy.sample_hash,
             source=copy.source,
             meta=save.meta if about else {},

@@ -55,6 +55,7 @@ MAX_ID = 256
 #: vLLM's OpenAI server names the i-th prompt of a completion ``cmpl-ID-i``, and the engine adds 8 random digits.
 _BATCH = re.compile(r"cmpl-.*-(\d{1,9})-[0-9a-f]{8}")
 #: With ``n`` > 1 the j-th choice's id is ``j_`` and the request's id.
+_CONTENT = re.compile(r"[0-9a-f]{16}")
 _CHOICE = re.compile(r"(\d{1,9})_(.+)", re.DOTALL)
 
 
@@ -133,6 +134,7 @@ class RequestParams:
     tokens: TokenSelection = ALL
     include_output_tokens: bool = False
     row: int | None = None
+    content: str = ""  # ``Segment.content``
     #: 0 or 1 for each token of the prompt, uint8.
     loss_mask: np.ndarray[Any, Any] | None = None
     metadata: str = ""  # a JSON object as text
@@ -198,6 +200,7 @@ def read_request_params(
         tokens=read("hidden_states_tokens", ALL, TokenSelection.read),
         include_output_tokens=read("include_output_tokens", include_output_tokens, _flag),
         row=read("hidden_states_row", None, _row),
+        content=read("hidden_states_content", "", _content),
         loss_mask=read("hidden_states_loss_mask", None, lambda v: _mask(v, prompt_tokens)),
         metadata=read("hidden_states_metadata", "", _metadata),
         chosen=key is not None or path is not None,
@@ -325,6 +328,12 @@ def _metadata(value: Any) -> str:
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"expected true or false, got {_shown(value)}")
+    return value
+
+
+def _content(value: Any) -> str:
+    if not isinstance(value, str) or not _CONTENT.fullmatch(value):
+        raise ValueError(f"expected 16 hex digits, the hash of the row, got {_shown(value)}")
     return value
 
 

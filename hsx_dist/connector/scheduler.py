@@ -254,6 +254,7 @@ class SchedulerHalf:
                 block_ids=np.asarray(block_ids[: -(-len(tokens) // self._block_size)], dtype=np.int64),
                 owner=self._owner(known),
                 row=options.row,
+                content=options.content,
                 positions=chosen.positions,
                 columns=columns_of(points, self._points.values()),
                 # Two computations of a row may select the same tokens from different texts. A reader must not join

@@ -20,6 +20,7 @@ class Save:
     block_ids: np.ndarray[Any, Any]  # int64: the cache blocks of the request, from its first
     owner: int  # its remainder by the number of storing ranks selects one of them: ``Ranks.owns``
     row: int | None = None  # the driver's number of the input row
+    content: str = ""  # ``Segment.content``
     #: Positions of the tokens in the request: a range, or int64 ``[T]``; None: all from the first.
     positions: range | np.ndarray[Any, Any] | None = None
     #: All of the sample's columns, and which of them (by number) this rank copies; None: all.

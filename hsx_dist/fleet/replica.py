@@ -268,6 +268,7 @@ class Replica:
         asked: dict[str, Any] = {
             "hidden_states_key": row.key,
             "hidden_states_row": row.row,
+            "hidden_states_content": row.content,
             "include_output_tokens": rules.include_output_tokens,
         }
         if rules.select != "all":

@@ -75,7 +75,7 @@ class Manifest:
     A sample exists when segments of one attempt cover its tokens, in each of its columns. Of several attempts that
     prove it, the highest counts; within an attempt, the lowest part name. Not safe for concurrent ``add``.
 
-    Memory per sample: its row of a ``SegmentTable`` (108 bytes and its key) and 16 bytes of index. Only samples stored
+    Memory per sample: its row of a ``SegmentTable`` (124 bytes and its key) and 16 bytes of index. Only samples stored
     in several segments, columns or copies, and rows that were refused or failed, have Python objects.
     """
 
@@ -147,6 +147,14 @@ class Manifest:
     def has_receipt(self, name: tuple[int, str, int]) -> bool:
         """Whether the receipt of this attempt, writer and number was added."""
         return name in self._receipts
+
+    def content_of(self, key: str) -> str | None:
+        """Hash of the input row that the sample ``key`` was made of. Empty: unknown. ``None``: there is no sample."""
+        places = self._places(key)
+        if not places:
+            return None
+        found: bytes = self._receipt(places[0]).table.hashes[places[0] & _SLOTS, 2]
+        return found.decode("ascii")
 
     def parts_of(self, key: str) -> set[str]:
         """The parts that hold a segment of any copy of ``key``, except parts that were declared lost."""

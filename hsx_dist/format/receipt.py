@@ -122,6 +122,7 @@ class Receipt:
             "raw_bytes": self.raw_bytes,
             "segment_columns": _SEGMENT_COLUMNS_OF_COLUMNS if several else _SEGMENT_COLUMNS,
             "segments": self.table.json_rows(),
+            **({"contents": contents} if (contents := self.table.contents) else {}),
             "row_columns": _ROW_COLUMNS,
             "rows": [[r.key, r.row, r.fate, r.reason, r.tries, r.content] for r in self.rows],
             "created": self.created,
@@ -184,7 +185,7 @@ def _receipt(b: _Json) -> Receipt:
         wrong = any(p in ("", ".", "..") for p in pieces) or pieces[-1].startswith(UNFINISHED)
         if wrong or not _PART.fullmatch(part):
             raise ValueError(f"part: expected a relative name, got {part[:80]!r}")
-    segments = _segments(b["segments"], len(segment_columns))
+    segments = _segments(b["segments"], len(segment_columns), b.get("contents"))
     if part is None and segments:
         raise ValueError("segments without a part")
     if several != segments.several_columns:
@@ -212,8 +213,11 @@ def _receipt(b: _Json) -> Receipt:
     return receipt
 
 
-def _segments(rows: Any, width: int) -> SegmentTable:
-    """The table of segments. Checked by column, for speed: a receipt may have tens of thousands of rows."""
+def _segments(rows: Any, width: int, contents: Any) -> SegmentTable:
+    """The table of segments. Checked by column, for speed: a receipt may have tens of thousands of rows.
+
+    ``contents``: the hash of each segment's input row. ``None``: unknown, as in receipts of earlier versions.
+    """
     if not rows:
         return SegmentTable.of(())
     if set(map(len, rows)) != {width}:
@@ -240,7 +244,14 @@ def _segments(rows: Any, width: int) -> SegmentTable:
     bad = ~((numbers[:, 1] < numbers[:, 2]) & (numbers[:, 2] <= numbers[:, 3]))
     if bad.any():
         raise ValueError(f"segments: expected start < stop <= total, got {numbers[bad][0, 1:4].tolist()}")
-    return SegmentTable(key, numbers, list(zip(token_hash, sample_hash, strict=True)))
+    contents = [""] * len(rows) if contents is None else contents
+    if (
+        not isinstance(contents, list)
+        or len(contents) != len(rows)
+        or not _are_hashes(tuple(h for h in contents if h != ""))
+    ):
+        raise ValueError("contents: expected 16 hex digits or an empty string for each segment, got others")
+    return SegmentTable(key, numbers, list(zip(token_hash, sample_hash, contents, strict=True)))
 
 
 def _check_columns(column: tuple[Any, ...], columns: tuple[Any, ...], sample_hash: tuple[str, ...]) -> None:

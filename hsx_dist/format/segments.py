@@ -23,6 +23,7 @@ class SegmentProof:
     ``stored_bytes``: size of its states before and after encoding. ``row``: the number of its input row, if known.
     ``sample_hash``: ``token_hash`` of all ids of the sample, if known. Only segments with equal ``sample_hash`` form a
     sample. ``part``: the object's name, in proofs of a sample; empty in a receipt, which has the name once.
+    ``content``: hash of the content of its input row, if known.
     """
 
     segment: Segment
@@ -33,6 +34,7 @@ class SegmentProof:
     row: int | None = None
     sample_hash: str = ""
     part: str = ""
+    content: str = ""
 
 
 def segment_numbers(s: Segment, raw_bytes: int, stored_bytes: int, row: int | None) -> tuple[int, ...]:
@@ -44,20 +46,20 @@ def segment_numbers(s: Segment, raw_bytes: int, stored_bytes: int, row: int | No
 class SegmentTable(Sequence[SegmentProof]):
     """The proofs of one part, by slot: a sequence that creates an item at each access.
 
-    Takes 108 bytes per segment and the UTF-8 of its key. ``numbers``: int64 ``[n, 9]``, columns index, start, stop,
-    total, raw_bytes, stored_bytes, row (or -1), column, columns. ``hashes``: ``S16`` ``[n, 2]``, columns token_hash,
-    sample_hash. The keys are concatenated.
+    Takes 124 bytes per segment and the UTF-8 of its key. ``numbers``: int64 ``[n, 9]``, columns index, start, stop,
+    total, raw_bytes, stored_bytes, row (or -1), column, columns. ``hashes``: ``S16`` ``[n, 3]``, columns token_hash,
+    sample_hash, content. The keys are concatenated.
     """
 
     __slots__ = ("_ends", "_keys", "hashes", "numbers")
 
     def __init__(self, keys: Sequence[str], numbers: Any, hashes: Any):
-        """``numbers``: integers ``[n, 9]``; ``hashes``: ``[n, 2]`` strings of at most 16 ASCII characters."""
+        """``numbers``: integers ``[n, 9]``; ``hashes``: ``[n, 3]`` strings of at most 16 ASCII characters."""
         encoded = [key.encode("utf-8", "surrogatepass") for key in keys]
         self._keys = b"".join(encoded)
         self._ends = np.cumsum([len(key) for key in encoded], dtype=np.int64).astype(np.uint32)
         self.numbers = np.asarray(numbers, dtype=np.int64).reshape(len(keys), len(_NUMBERS))
-        self.hashes = np.asarray(hashes, dtype="S16").reshape(len(keys), 2)
+        self.hashes = np.asarray(hashes, dtype="S16").reshape(len(keys), 3)
 
     @classmethod
     def of(cls, proofs: Iterable[SegmentProof]) -> SegmentTable:
@@ -66,7 +68,7 @@ class SegmentTable(Sequence[SegmentProof]):
             return proofs
         proofs = tuple(proofs)
         numbers = [segment_numbers(p.segment, p.raw_bytes, p.stored_bytes, p.row) for p in proofs]
-        return cls([p.segment.key for p in proofs], numbers, [(p.token_hash, p.sample_hash) for p in proofs])
+        return cls([p.segment.key for p in proofs], numbers, [(p.token_hash, p.sample_hash, p.content) for p in proofs])
 
     def key(self, slot: int) -> str:
         """The key of one segment, without creating its proof."""
@@ -87,6 +89,12 @@ class SegmentTable(Sequence[SegmentProof]):
             [key, *n[:4], slot, h[0], *n[4:6], None if n[6] == _NO_ROW else n[6], h[1], *n[7:last]]
             for slot, (key, n, h) in enumerate(zip(self.keys(), self.numbers.tolist(), hashes, strict=True))
         ]
+
+    @property
+    def contents(self) -> list[str]:
+        """The hash of each segment's input row. Empty if none is known."""
+        found: list[str] = self.hashes[:, 2].astype("U16").tolist()
+        return found if any(found) else []
 
     @property
     def several_columns(self) -> bool:
@@ -117,9 +125,10 @@ class SegmentTable(Sequence[SegmentProof]):
     def proof(self, slot: int, part: str = "") -> SegmentProof:
         """The proof of one segment, with the name of its part."""
         index, start, stop, total, raw, stored, row, column, columns = self.numbers[slot].tolist()
-        token_hash, sample_hash = (h.decode("ascii") for h in self.hashes[slot].tolist())
+        token_hash, sample_hash, content = (h.decode("ascii") for h in self.hashes[slot].tolist())
         segment = Segment(self.key(slot), index, start, stop, total, column=column, columns=columns)
-        return SegmentProof(segment, slot, token_hash, raw, stored, None if row == _NO_ROW else row, sample_hash, part)
+        known = None if row == _NO_ROW else row
+        return SegmentProof(segment, slot, token_hash, raw, stored, known, sample_hash, part, content)
 
     def __iter__(self) -> Iterator[SegmentProof]:
         return (self[slot] for slot in range(len(self)))

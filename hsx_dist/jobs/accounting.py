@@ -14,20 +14,11 @@ from hsx_dist.observe.console import Console
 Rows = Callable[[], Iterator[Row | RowFate]]
 
 
-def count_rows(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> tuple[int, int]:
-    """(all rows, rows that no receipt accounts for)."""
-    total = todo = 0
-    for row in rows():
-        total += 1
-        todo += not accounted(row, manifest, retry_poison=retry_poison)
-    return total, todo
-
-
 def accounted(row: Row | RowFate, manifest: Manifest, *, retry_poison: bool = False) -> bool:
     """Whether a row's outcome is final. A refused row stays refused while its content is the same, as the settings are.
     A poison row stays poison, unless ``retry_poison``. A failed row is tried again."""
-    if isinstance(row, RowFate):
-        return row.key in manifest.refused
+    if isinstance(row, RowFate):  # unreadable now, perhaps readable when it was stored
+        return row.key in manifest.refused or row.key in manifest.samples
     if row.key in manifest.samples:
         return row.number_key not in manifest.refused
     fate = manifest.refused.get(row.key) or manifest.failed.get(row.key)

@@ -21,17 +21,14 @@ from hsx_dist.format.runs import (
     take_attempt,
     write_complete,
 )
-from hsx_dist.jobs.accounting import Rows
-from hsx_dist.jobs.input_identity import differences, first_rows
+from hsx_dist.jobs.input_identity import differences
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.observe.console import Console
 from hsx_dist.reading.missing import missing_parts
 from hsx_dist.store import Store
 
 
-def open_or_start_run(
-    config: ExtractConfig, root: Store, meaning: dict[str, Any], rows: Rows = lambda: iter(())
-) -> tuple[Place, Manifest]:
+def open_or_start_run(config: ExtractConfig, root: Store, meaning: dict[str, Any]) -> tuple[Place, Manifest]:
     """Open the run at the output, or start one. Returns the run and its manifest.
 
     Raises:
@@ -43,7 +40,7 @@ def open_or_start_run(
         if config.resume == "must":
             raise RunMismatch(f"resume: must, but there is no run at {root.url}; check output, or set resume=allow")
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        about = {"meaning": meaning, "settings": config.public(), "first_rows": first_rows(rows), "created": created}
+        about = {"meaning": meaning, "settings": config.public(), "created": created}
         try:
             return start_run(root, about), Manifest()
         except RunError:
@@ -66,22 +63,32 @@ def open_or_start_run(
         return place, load_manifest(place.store)
 
 
-def take_over(config: ExtractConfig, place: Place, console: Console) -> tuple[int, RowLedger, Manifest]:
-    """Take the run's next attempt, seal the receipt logs of all earlier writers, and read the manifest.
-
-    Returns the attempt, its ledger and the manifest. Parts with a receipt that are missing in the store are recorded as
-    lost.
+def begin_attempt(config: ExtractConfig, place: Place) -> int:
+    """Take the run's next attempt. Earlier drivers and writers are fenced.
 
     Raises:
         ConfigError: the store has no conditional writes, so that two drivers could own the run.
         RunError: the run was removed meanwhile.
+        StoreError: the store failed.
+    """
+    if not config.store.single_driver:
+        require_conditional_puts(place.store)
+    about = {"host": os.uname().nodename, "pid": os.getpid(), "settings": config.public()}
+    attempt = take_attempt(place.store, about)
+    require_not_removed(place)
+    return attempt
+
+
+def take_over(place: Place, attempt: int, console: Console) -> tuple[RowLedger, Manifest]:
+    """Seal the receipt logs of all earlier writers, and read the manifest.
+
+    Returns the attempt's ledger and the manifest. Parts with a receipt that are missing in the store are recorded as
+    lost.
+
+    Raises:
         StoreError, FormatError: as ``load_manifest``.
     """
     store = place.store
-    if not config.store.single_driver:
-        require_conditional_puts(store)
-    attempt = take_attempt(store, {"host": os.uname().nodename, "pid": os.getpid(), "settings": config.public()})
-    require_not_removed(place)
     seal_attempts(store, attempt - 1, attempt)
     if place.version == 1:
         refuse_version_1(store, attempt)
@@ -96,7 +103,7 @@ def take_over(config: ExtractConfig, place: Place, console: Console) -> tuple[in
             soft_wrap=True,
             markup=False,
         )
-    return attempt, ledger, manifest
+    return ledger, manifest
 
 
 def complete(ledger: RowLedger, attempt: int, manifest: Manifest, rows: int) -> None:

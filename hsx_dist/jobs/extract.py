@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hsx_dist.config import ExtractConfig, load_config, public_url, refuse_in_job, resolve_paths
-from hsx_dist.errors import Fenced
 from hsx_dist.fleet.base import Fleet
 from hsx_dist.fleet.local_fleet import LocalFleet
 from hsx_dist.fleet.tasks import EngineSpec
@@ -26,16 +25,16 @@ from hsx_dist.format.runs import (
 from hsx_dist.inputs.encode import RowRules
 from hsx_dist.inputs.rows import read_rows, rows_from
 from hsx_dist.jobs import preflight
-from hsx_dist.jobs.accounting import Rows, count_rows, remaining, telling_what_is_missing
-from hsx_dist.jobs.attempt import complete, open_or_start_run, take_over, unless_removed
+from hsx_dist.jobs.accounting import Rows, remaining, telling_what_is_missing
+from hsx_dist.jobs.attempt import begin_attempt, complete, open_or_start_run, take_over, unless_removed
 from hsx_dist.jobs.capture import capture_of_run
 from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.driver import Driver
 from hsx_dist.jobs.heartbeat import Heartbeat
 from hsx_dist.jobs.host_share import writer_bytes
-from hsx_dist.jobs.input_identity import check_same_input, run_seed
+from hsx_dist.jobs.input_identity import count_rows, run_seed
 from hsx_dist.jobs.ledger import RowLedger
-from hsx_dist.jobs.limits import HeldBytes, Limits, seconds_left
+from hsx_dist.jobs.limits import HeldBytes, Limits, removable, seconds_left
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.console import Console
 from hsx_dist.observe.metrics import Meter
@@ -126,14 +125,13 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
         "tokenizer_sha256": model.tokenizer_sha256,
         "chat_template_sha256": model.chat_template_sha256,
     }
-    place, manifest = open_or_start_run(config, root, meaning, rows)
-    check_same_input(root.url, place.info, manifest, rows)
+    place, manifest = open_or_start_run(config, root, meaning)
     if config.select != "all":
         console.print(f"note: {preflight.partial_note(config.select)}", soft_wrap=True)
     console.print(f"model {public_url(config.model)}: {preflight.captured_note(model)}", soft_wrap=True)
 
-    def compute(attempt: int, ledger: RowLedger, manifest: Manifest, total: int, todo: int) -> tuple[str, Progress]:
-        return _compute(config, place, model, versions, rows, console, attempt, ledger, manifest, total, todo)
+    def compute(heartbeat: Heartbeat, *rest: Any) -> tuple[str, Progress]:
+        return _compute(config, place, model, versions, rows, console, heartbeat, *rest)
 
     manifest, computed = account_for(config, place, manifest, rows, console, compute)
     ended, progress = computed or ("", None)
@@ -150,31 +148,37 @@ def account_for(
     manifest: Manifest,
     rows: Rows,
     console: Console,
-    compute: Callable[[int, RowLedger, Manifest, int, int], T],
+    compute: Callable[[Heartbeat, int, RowLedger, Manifest, int, int], T],
+    make_heartbeat: Callable[[Place, int], Heartbeat] = Heartbeat,
 ) -> tuple[Manifest, T | None]:
     """Compute the rows that have no receipt. Returns the manifest, and the result of ``compute`` if it was called.
 
-    ``compute(attempt, ledger, manifest, rows, number of open rows)`` is called if rows are open. It completes the run
-    once none is open.
+    ``compute(heartbeat, attempt, ledger, manifest, rows, number of open rows)`` is called if rows are open. It
+    completes the run once none is open, and sets the heartbeat's last state.
 
     Raises:
         RunError: the run was removed meanwhile, also if nothing was to be done.
-        ConfigError, StoreError, FormatError: as ``take_over``. Fenced: a newer attempt was taken.
+        RunMismatch: as ``count_rows``, also if another driver stored samples of another input meanwhile.
+        ConfigError, StoreError, FormatError: as ``begin_attempt`` and ``take_over``. Fenced: a newer attempt was taken.
     """
     store, computed = place.store, None
     with unless_removed(place):
-        total, todo = count_rows(rows, manifest, retry_poison=config.retry_poison)
+        total, todo = count_rows(place, rows, manifest, retry_poison=config.retry_poison)
         if not todo and is_complete(store) and not missing_parts(store, manifest, place.version):
             console.print(f"nothing to do: all {total} rows of {place.root.url} are accounted for", soft_wrap=True)
         else:
-            attempt, ledger, manifest = take_over(config, place, console)
-            total, todo = count_rows(rows, manifest, retry_poison=config.retry_poison)
-            told = f"run {place.root.url}, attempt {attempt}: {total} rows, {total - todo} of them done"
-            console.print(told, soft_wrap=True)
-            if todo:
-                computed = compute(attempt, ledger, manifest, total, todo)
-            else:  # an earlier driver ended after the last row, before it marked the run as complete
-                complete(ledger, attempt, manifest, total)
+            attempt = begin_attempt(config, place)
+            # Begin now: reading the manifest and the input may take minutes, and a driver without heartbeat looks dead.
+            with make_heartbeat(place, attempt) as heartbeat:
+                ledger, manifest = take_over(place, attempt, console)
+                total, todo = count_rows(place, rows, manifest, retry_poison=config.retry_poison)
+                told = f"run {place.root.url}, attempt {attempt}: {total} rows, {total - todo} of them done"
+                console.print(told, soft_wrap=True)
+                if todo:
+                    computed = compute(heartbeat, attempt, ledger, manifest, total, todo)
+                else:  # an earlier driver ended after the last row, before it marked the run as complete
+                    complete(ledger, attempt, manifest, total)
+                    heartbeat.state = "finished"
     return manifest, computed
 
 
@@ -185,6 +189,7 @@ def _compute(
     versions: dict[str, str],
     rows: Rows,
     console: Console,
+    heartbeat: Heartbeat,
     attempt: int,
     ledger: RowLedger,
     manifest: Manifest,
@@ -194,7 +199,6 @@ def _compute(
     """Run the driver. Returns why it ended before the last row (empty: it did not), and its progress."""
     spec = engine_spec(config, model, seed=run_seed(place.info, config.sampling_params))
     about = preflight.about(config, model, versions)
-    state = "failed"
     with ExitStack() as stack:
         meter = Meter()
         if config.pool == "ray":
@@ -202,26 +206,16 @@ def _compute(
 
             stack.callback(RayExport(meter, "driver", {"run": spec.output}).close)
         progress = stack.enter_context(Progress(total, total - todo, console, meter))
-        limits = stack.enter_context(limits_of(config, place.store, manifest))
+        limits = stack.enter_context(limits_of(config, place.store, manifest, attempt))
         fleet = make_fleet(config, place, spec, about, attempt)
         driver = make_driver(config, model, fleet, manifest, ledger, progress, limits)
-        heartbeat = Heartbeat(
-            place,
-            attempt,
-            progress=lambda: {**progress.snapshot(), **driver.counts},
-            on_over=driver.fence,
-        )
-        # After the fleet's end: the last heartbeat states that no process of this attempt writes any more.
-        stack.callback(lambda: heartbeat.stop(state))
-        stack.callback(lambda: fleet.close(quickly=state != "finished"))
+        heartbeat.connect(lambda: {**progress.snapshot(), **driver.counts}, driver.fence)
+        # Before the heartbeat's last value, which states that no process of this attempt writes any more.
+        stack.callback(lambda: fleet.close(quickly=heartbeat.state != "finished"))
         stack.enter_context(stop_on_signals(driver))
         with telling_what_is_missing(rows, manifest, console):
-            try:
-                driver.run(remaining(rows, manifest, retry_poison=config.retry_poison))
-            except Fenced:
-                state = "fenced"
-                raise
-        state = f"stopped: {driver.ended}" if driver.ended else "finished"
+            driver.run(remaining(rows, manifest, retry_poison=config.retry_poison))
+        heartbeat.state = f"stopped: {driver.ended}" if driver.ended else "finished"
         if not driver.ended:
             complete(ledger, attempt, manifest, total)
     return driver.ended, progress
@@ -251,11 +245,11 @@ def make_driver(
 
 
 @contextmanager
-def limits_of(config: ExtractConfig, store: Store, manifest: Manifest) -> Iterator[Limits]:
+def limits_of(config: ExtractConfig, store: Store, manifest: Manifest, attempt: int) -> Iterator[Limits]:
     """The configured limits, counted from now."""
     held = None
     if config.max_stored_bytes is not None:
-        held = HeldBytes(store, lambda: manifest.stored_bytes)
+        held = HeldBytes(store, lambda: manifest.stored_bytes, removable(manifest, attempt))
     try:
         yield Limits(
             max_rows=config.max_rows,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
-from hsx_dist.errors import HsxError, StoreError
+from hsx_dist.errors import Fenced, HsxError, StoreError
 from hsx_dist.format.place import Place
 from hsx_dist.format.runs import beat, is_fenced
 from hsx_dist.logger import get_logger
@@ -22,47 +22,61 @@ LAST_S = 10.0
 class Heartbeat:
     """Increments the attempt's heartbeat every few seconds, on a thread. If it stops, another driver may take over.
 
-    ``progress()`` returns further values of each beat (JSON types). ``on_over(why)`` is called on that thread when a
-    newer attempt was taken or the run was removed: this attempt's driver must stop.
+    A context manager around all that the attempt does. Set ``state`` before its end: ``finished``, or ``stopped`` and
+    why. After an error it is ``fenced`` or ``failed``.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        attempt: int,
-        *,
-        progress: Callable[[], dict[str, Any]] = dict,
-        on_over: Callable[[str], None] = lambda _: None,
-        every: float = HEARTBEAT_S,
-    ):
+    def __init__(self, place: Place, attempt: int, *, every: float = HEARTBEAT_S):
         self._place = place
         self._store = place.store
         self._attempt = attempt
-        self._progress = progress
-        self._on_over = on_over
         self._every = every
+        self._progress: Callable[[], dict[str, Any]] = dict
+        self._on_over: Callable[[str], None] = lambda _: None
+        self._over = ""
         self._value = 0
         self._end = threading.Event()
-        self._last = ""
         self._removed = False
-        self._beat("running")  # the first at once: else a new attempt looks dead
+        self.state = "failed"
         self._thread = threading.Thread(target=self._loop, name="hsx-heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._beat("running")  # the first at once: else a new attempt looks dead
         self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Store the last value. Returns after a time limit; the thread goes on trying until the process ends."""
+        if kind is not None:
+            self.state = "fenced" if issubclass(kind, Fenced) else "failed"
+        self._end.set()
+        self._thread.join(LAST_S)
+        if self._thread.is_alive():
+            log.warning("the heartbeat's last value (%s) is not stored yet: the store does not answer", self.state)
+
+    def connect(self, progress: Callable[[], dict[str, Any]], on_over: Callable[[str], None]) -> None:
+        """Connect the driver.
+
+        ``progress()`` returns further values of each beat (JSON types). ``on_over(why)`` is called when a newer attempt
+        was taken or the run was removed: this attempt's driver must stop. If that has happened, it is called at once.
+        """
+        self._progress, self._on_over = progress, on_over
+        if self._over:
+            on_over(self._over)
 
     def _loop(self) -> None:
-        over = ""
         while not self._end.wait(self._every):
-            if over:
+            if self._over:
                 continue  # no process reads the heartbeat of this attempt
             self._beat("running")
             try:
-                over = "" if self._end.is_set() else self._why_over()
+                self._over = "" if self._end.is_set() else self._why_over()
             except HsxError:
                 continue  # checked again soon, and before each receipt
-            if over:
-                self._on_over(over)
+            if self._over:
+                self._on_over(self._over)
         if not self._removed:
-            self._beat(self._last)
+            self._beat(self.state)
 
     def _why_over(self) -> str:
         if is_fenced(self._store, self._attempt):
@@ -76,12 +90,3 @@ class Heartbeat:
             beat(self._store, self._attempt, self._value, state, self._progress())
         except StoreError as e:
             log.warning("heartbeat %d was not stored: %s", self._value, e)
-
-    def stop(self, state: str) -> None:
-        """Store the last value: ``finished``, ``failed``, ``fenced``, or ``stopped`` and why. Returns after a time
-        limit; the thread goes on trying until the process ends."""
-        self._last = state
-        self._end.set()
-        self._thread.join(LAST_S)
-        if self._thread.is_alive():
-            log.warning("the heartbeat's last value (%s) is not stored yet: the store does not answer", state)

@@ -1,51 +1,53 @@
 """The identity of a run's input, so that a resume with another input is refused.
 
-It consists of the first rows. It has no paths: data moves between machines, and each submitted job has another working
-folder. It has no number of rows, as a run may be extended.
+Receipts have a hash of each sample's input row. The identity has no paths: data moves between machines, and each
+submitted job has another working folder. It has no number of rows, as a run may be extended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
 from hsx_dist.errors import RunMismatch
-from hsx_dist.format.manifest import Manifest
+from hsx_dist.format.manifest import Manifest, RowFate
+from hsx_dist.format.place import Place
 from hsx_dist.inputs.rows import Row
-from hsx_dist.jobs.accounting import Rows
-
-#: Number of first rows in ``run.json``.
-FIRST_ROWS = 16
+from hsx_dist.jobs.accounting import Rows, accounted
 
 
-def first_rows(rows: Rows) -> dict[str, str]:
-    """Key → content hash of the first usable rows."""
-    return {row.key: row.content for row in islice((r for r in rows() if isinstance(r, Row)), FIRST_ROWS)}
+def count_rows(place: Place, rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> tuple[int, int]:
+    """Count the input's rows, and compare each stored one with the row that its sample was made of.
 
-
-def check_same_input(url: str, run: Mapping[str, Any], manifest: Manifest, rows: Rows) -> None:
-    """Compare the input with the first rows in ``run.json`` of the run at ``url``. Only stored rows count, as a refused
-    row may be corrected. Reads the input until all of them are found.
+    Returns:
+        The number of rows, and the number of rows that no receipt accounts for.
 
     Raises:
-        RunMismatch: a stored row has other content now, or none of them is in the input.
+        RunMismatch: a stored row has other content now, or no row of the input is stored although the run has samples.
     """
-    known = {k: c for k, c in dict(run.get("first_rows") or {}).items() if k in manifest.samples}
-    wanted = dict(known)
-    for row in rows() if wanted else ():
-        content = wanted.pop(row.key, None)
-        if content is not None and isinstance(row, Row) and row.content != content:
-            raise RunMismatch(
-                f"the run at {url} was made with another input (row {row.key!r} had other content when its states were "
-                "stored). Choose another output, or the same input"
-            )
-        if not wanted:
-            return
-    if known and len(wanted) == len(known):
+    # Receipts of earlier versions have no content. Their runs recorded the first rows.
+    first: Mapping[str, str] = place.info.get("first_rows") or {}
+    total = todo = 0
+    stored = not manifest.samples
+    for row in rows():
+        total += 1
+        todo += not accounted(row, manifest, retry_poison=retry_poison)
+        if (content := manifest.content_of(row.key)) is not None:
+            stored = True
+            _require_content(place, row, content or first.get(row.key))
+    if not stored:
         raise RunMismatch(
-            f"the run at {url} was made with another input (it began with row {next(iter(known))!r}, and none of its "
-            "first rows is in this one). Choose another output, or the same input"
+            f"{place.root.url}: expected the input of the stored samples, got none of their rows (such as "
+            f"{next(iter(manifest.samples))!r}). Choose another output, or the same input"
+        )
+    return total, todo
+
+
+def _require_content(place: Place, row: Row | RowFate, content: str | None) -> None:
+    if isinstance(row, Row) and content and row.content != content:
+        raise RunMismatch(
+            f"{place.root.url}: expected the input of the stored samples, got other content in row {row.row} "
+            f"({row.key!r}). Choose another output, or the same input"
         )
 
 

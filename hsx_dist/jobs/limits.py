@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 
 from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import StoreError
+from hsx_dist.format.manifest import Manifest
+from hsx_dist.format.names import parse_part_name
 from hsx_dist.logger import get_logger
 from hsx_dist.store import Store
 
@@ -76,13 +78,39 @@ class Limits:
         return Verdict(capacity)
 
 
-class HeldBytes:
-    """Bytes below ``data/``. A thread lists them every few seconds; receipts in between are added."""
+def removable(manifest: Manifest, attempt: int) -> Callable[[str], bool]:
+    """A function from a part's name to whether consumers can remove the part before the run is complete.
 
-    def __init__(self, store: Store, proven: Callable[[], int], *, every: float = LIST_EVERY_S):
-        """``proven()`` returns the bytes of all parts that ever had a receipt; it only grows."""
+    They cannot remove what earlier attempts left unfinished: parts without a receipt, and parts with a segment of a
+    sample that is not whole. ``manifest``: the receipts at the begin of ``attempt``.
+    """
+    fixed = {name for name, receipt in manifest.parts.items() if receipt.attempt < attempt}
+    whole = {name for name in fixed if all(map(manifest.samples.__contains__, manifest.parts[name].table.keys()))}
+
+    def counts(name: str) -> bool:
+        parsed = parse_part_name(name)
+        return parsed is None or parsed[0] >= attempt or name in whole
+
+    return counts
+
+
+class HeldBytes:
+    """Bytes below ``data/`` that consumers can remove. A thread lists them every few seconds; receipts in between are
+    added."""
+
+    def __init__(
+        self,
+        store: Store,
+        proven: Callable[[], int],
+        counts: Callable[[str], bool] = lambda _: True,
+        *,
+        every: float = LIST_EVERY_S,
+    ):
+        """``proven()`` returns the bytes of all parts that ever had a receipt; it only grows. ``counts(name)`` returns
+        whether the object counts. Waiting for objects that no consumer can remove would never end."""
         self._store = store
         self._proven = proven
+        self._counts = counts
         self._listed = 0
         self._proven_then = 0
         self._end = threading.Event()
@@ -96,7 +124,7 @@ class HeldBytes:
 
     def _list(self) -> None:
         before = self._proven()  # before the listing: a part that appears meanwhile is counted twice rather than never
-        listed = sum(info.size for info in self._store.list("data/"))
+        listed = sum(info.size for info in self._store.list("data/") if self._counts(info.name))
         self._listed, self._proven_then = listed, before
 
     def _loop(self) -> None:

@@ -54,7 +54,7 @@ class Index:
         tokens = np.bincount(part, numbers[:, 2] - numbers[:, 1], len(receipts)).astype(np.int64).tolist()
         self.tokens_in = {r.part: n for r, n in zip(receipts, tokens, strict=True)}
 
-        hashes = np.concatenate([np.empty((0, 2), "S16"), *(table.hashes for table in tables)])
+        hashes = np.concatenate([np.empty((0, 2), "S16"), *(table.hashes[:, :2] for table in tables)])
         keys = [key for table in tables for key in table.keys()]  # noqa: SIM118 - an iterator, of a table
         at = np.flatnonzero(alone)
         found = [*([keys[i] for i in at] if len(at) < len(keys) else keys), *several.keys]

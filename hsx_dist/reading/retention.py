@@ -79,6 +79,7 @@ class Retention:
         self._reader, self._manifest = ManifestReader(), Manifest()
         self._used: set[str] = set()
         self._marked: set[str] = set()
+        self._due: set[str] = set()  # parts to check; a part stays here if the store fails
 
     def ack(self, *keys: str) -> None:
         """Record that this rank of this consumer has used these samples and needs them no more.
@@ -89,8 +90,7 @@ class Retention:
         """
         if any(key not in self._manifest.samples for key in keys):
             self._refresh()
-            self._mark_foreign()
-        parts: set[str] = set()
+            self._due |= self._manifest.parts.keys() - self._marked  # parts without samples of this rank too
         for key in keys:
             record = self._manifest.samples.get(key)
             if record is None or rank_of(key, self._world) != self._rank:
@@ -99,9 +99,10 @@ class Retention:
                     f"got {key!r}, which {'is not in the run' if record is None else 'another rank reads'}"
                 )
             self._used.add(key)
-            parts |= self._manifest.parts_of(key)
-        for part in sorted(parts):
+            self._due |= self._manifest.parts_of(key)
+        for part in sorted(self._due):
             self._mark(part)
+            self._due.discard(part)
 
     def state_dict(self) -> dict[str, Any]:
         """The used samples of parts that are not used up. Store the state with the trainer's checkpoint.
@@ -143,16 +144,9 @@ class Retention:
             take()
         self._manifest = self._reader.manifest or self._manifest
 
-    def _mark_foreign(self) -> None:
-        """Mark parts without samples of this rank."""
-        for part in list(self._manifest.parts):
-            if part not in self._marked:
-                self._mark(part)
-
     def _mark(self, part: str) -> None:
         if not self._used_up(part):
             return
-        self._marked.add(part)
         folder = marks_folder(part)
         with suppress(AlreadyExists):  # an earlier process of this rank stored it
             self._store.put_if_absent(folder + self._me, mark_of(part))
@@ -162,6 +156,7 @@ class Retention:
             every_copy = all(covers_every_copy(part, mark) for mark in marks if mark.name != removal_mark(part))
             self._store.put(removal_mark(part), [mark_of(part, every_copy=every_copy)])
             self._store.delete(part)
+        self._marked.add(part)
 
     def _used_up(self, part: str) -> bool:
         over: bool | None = None

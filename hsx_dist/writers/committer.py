@@ -235,7 +235,7 @@ class PartCommitter:
         proofs = SegmentTable(
             [s.segment.key for s in segments],
             [segment_numbers(s.segment, s.raw_nbytes, s.nbytes, s.segment.row) for s in segments],
-            [(token_hash(s.token_ids), s.segment.sample_hash) for s in segments],
+            [(token_hash(s.token_ids), s.segment.sample_hash, s.segment.content) for s in segments],
         )
         return Receipt(
             attempt=self._attempt,

@@ -61,7 +61,7 @@ class RunWriter:
                 encoder.add(page)
             e = encoder.finish(self._attached(sample) if segment.index == segment.column == 0 else None)
             encoded.append(e)
-            facts = token_hash(e.token_ids), e.raw_nbytes, e.nbytes, row, segment.sample_hash
+            facts = token_hash(e.token_ids), e.raw_nbytes, e.nbytes, row, segment.sample_hash, "", segment.content
             proofs.append(SegmentProof(segment, slot, *facts))
         name: str | None = None
         size, crc, header_bytes, raw_bytes = 0, "00000000", 0, 0

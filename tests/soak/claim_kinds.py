@@ -32,7 +32,7 @@ from hsx_dist.format.header import build_header
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.inputs.rows import read_rows
-from hsx_dist.jobs.input_identity import check_same_input
+from hsx_dist.jobs.input_identity import count_rows
 from hsx_dist.observe.report.facts import gather_facts
 from hsx_dist.observe.top import look
 from hsx_dist.page import HIDDEN_STATES, token_hash
@@ -91,7 +91,7 @@ def readers_of(store: LocalStore) -> list[Read]:
         lambda: [s.load(framework="numpy") for s in open_run(store.url)],
         lambda: num_layers_of_any(store),
         lambda: retain(store),
-        lambda: check_same_input(store.url, open_run(store.url).info, load_manifest(store), lambda: iter(())),
+        lambda: count_rows(open_run(store.url).place, lambda: iter(()), load_manifest(store)),
         lambda: resumed(store),
     ]
 

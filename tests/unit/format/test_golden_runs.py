@@ -22,7 +22,7 @@ from hsx_dist.config import load_config
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import is_complete
-from hsx_dist.jobs.attempt import take_over
+from hsx_dist.jobs.attempt import begin_attempt, take_over
 from hsx_dist.reading import verify_run
 from hsx_dist.reading.garbage import remove_run, unfinished, unproven
 from hsx_dist.reading.status import run_status
@@ -74,7 +74,8 @@ def test_an_unfinished_run_is_taken_over_collected_and_removed(copied: Any) -> N
     root = copied("v1-unfinished")
     place = open_place(root)
     config = load_config(None, (), model="m", output=root.url)
-    attempt, ledger, manifest = take_over(config, place, Console(file=io.StringIO()))
+    attempt = begin_attempt(config, place)
+    ledger, manifest = take_over(place, attempt, Console(file=io.StringIO()))
     assert (attempt, set(manifest.samples), manifest.void) == (2, KEPT, frozenset())
     ledger.flush()
     root.put("data/part-0001-local-0064c092-000004.safetensors", [b"its receipt never came"])
@@ -89,6 +90,8 @@ def test_an_unfinished_run_is_taken_over_collected_and_removed(copied: Any) -> N
 def test_version_1_refuses_what_this_version_took(copied: Any) -> None:
     """Version 1's check of a receipt's first bytes. It read every receipt before it started."""
     root = copied("v1-unfinished")
-    take_over(load_config(None, (), model="m", output=root.url), open_place(root), Console(file=io.StringIO()))
+    place = open_place(root)
+    attempt = begin_attempt(load_config(None, (), model="m", output=root.url), place)
+    take_over(place, attempt, Console(file=io.StringIO()))
     begins = {root.get(info.name)[:11] for info in root.list("manifest/") if info.name.endswith(".json")}
     assert begins == {b'{"crc32c":"', b'{"seal":{"f'}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
 from hsx_dist.page import Segment, token_hash
+from tests.soak.claim_kinds import sealed
 
 _COUNT = st.integers(0, 2**48)
 
@@ -43,6 +45,7 @@ def _receipts(draw: st.DrawFn) -> Receipt:
             draw(_COUNT),
             draw(st.none() | _COUNT),
             f"{draw(st.integers(0, 2**64 - 1)):016x}" if s.columns > 1 else "",
+            content=draw(st.sampled_from(["", "00112233445566ff"])),
         )
         for i, s in enumerate(draw(st.lists(_segments(), max_size=4)))
     )
@@ -97,6 +100,20 @@ def test_the_bytes_are_what_they_were() -> None:
         b'"row_columns":["key","row","fate","reason","tries","content"],"rows":[["bad",3,"refused","too long",1,""]],'
         b'"created":"2026-01-01T00:00:00Z"}}'
     )
+
+
+def test_contents_are_a_member_that_older_readers_ignore() -> None:
+    proof = dataclasses.replace(_example().segments[0], content="00112233445566ff")
+    data = dataclasses.replace(_example(), segments=(proof,)).to_json()
+    assert json.loads(data)["receipt"].pop("contents") == ["00112233445566ff"]
+    assert Receipt.from_json(data).segments[0].content == "00112233445566ff"
+
+
+@pytest.mark.parametrize("contents", [[], ["", ""], ["00112233445566FF"], ["0"], [None], 7, "0", {"a": 1}])
+def test_contents_that_are_no_hashes_are_refused(contents: Any) -> None:
+    body = json.loads(_example().to_json())["receipt"] | {"contents": contents}
+    with pytest.raises(FormatError):
+        Receipt.from_json(sealed(body))
 
 
 def _of_columns() -> Receipt:

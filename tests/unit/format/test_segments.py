@@ -31,6 +31,7 @@ def proofs(draw):
         draw(counts),
         draw(st.none() | st.integers(0, 2**40)),
         draw(st.just("") | hashes),
+        content=draw(st.just("") | hashes),
     )
 
 

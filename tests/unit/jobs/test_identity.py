@@ -2,60 +2,132 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hsx_dist.config import InputConfig
+from hsx_dist.config import InputConfig, load_config
 from hsx_dist.errors import RunMismatch
 from hsx_dist.fleet.replica import row_seed
-from hsx_dist.inputs.rows import rows_from
-from hsx_dist.jobs.input_identity import FIRST_ROWS, check_same_input, differences, first_rows, run_seed
+from hsx_dist.format.place import Place, start_run
+from hsx_dist.format.runs import load_manifest, read_heartbeat
+from hsx_dist.inputs.rows import Row, rows_from
+from hsx_dist.jobs.extract import account_for
+from hsx_dist.jobs.heartbeat import Heartbeat
+from hsx_dist.jobs.input_identity import count_rows, differences, run_seed
+from hsx_dist.observe.console import Console
+from hsx_dist.store.local import LocalStore
+from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import RunWriter
 
 PROMPTS = [{"id": f"r{i}", "text": f"text {i}"} for i in range(40)]
+CORRECTED = [{"id": "r0", "text": "better"}, *PROMPTS[1:]]
+OTHERS = [{"id": f"x{i}", "text": "y"} for i in range(40)]
+ALL = [p["id"] for p in PROMPTS]
 
 
 def rows(prompts: list[Any], **settings: Any) -> Any:
     return lambda: rows_from(prompts, InputConfig(**settings))
 
 
-def check(prompts: list[Any], stored: list[str], **settings: Any) -> None:
-    run = {"first_rows": first_rows(rows(PROMPTS))}
-    manifest: Any = SimpleNamespace(samples=dict.fromkeys(stored))
-    check_same_input("s3://b/run", run, manifest, rows(prompts, **settings))
+def contents(prompts: list[Any]) -> dict[str, str]:
+    return {row.key: row.content for row in rows(prompts)() if isinstance(row, Row)}
 
 
-ALL = [p["id"] for p in PROMPTS]
+def stored_run(*attempts: tuple[list[Any], list[str]], old: bool = False) -> Place:
+    """A run of these attempts. Each: its input, and the keys of the rows that it stored.
+
+    ``old``: as an earlier version stored it, with the first rows in ``run.json``, and receipts without contents.
+    """
+    place = start_run(MemoryStore(), {"first_rows": dict(list(contents(PROMPTS).items())[:16])} if old else {})
+    for prompts, keys in attempts:
+        known = {} if old else contents(prompts)
+        writer = RunWriter(place.root)
+        made = [random_sample(key, 3) for key in keys]
+        if made:
+            writer.put([(s, replace(s.segments()[0], content=known.get(s.key, "")), None) for s in made])
+    return place
 
 
-def test_only_the_first_rows_are_remembered() -> None:
-    assert list(first_rows(rows([{"id": "bad", "text": ""}, *PROMPTS]))) == [f"r{i}" for i in range(FIRST_ROWS)]
+def check(prompts: list[Any], *attempts: tuple[list[Any], list[str]], old: bool = False, **settings: Any) -> None:
+    place = stored_run(*attempts, old=old)
+    count_rows(place, rows(prompts, **settings), load_manifest(place.store))
 
 
-def test_the_same_input_grown_shuffled_or_cut() -> None:
-    check(PROMPTS, ALL)
-    check([*PROMPTS, {"id": "new", "text": "x"}], ALL)
-    check(PROMPTS[::-1], ALL)
-    check(PROMPTS, ALL, limit=1)
-    check(PROMPTS, ALL, sample=0.5)
+@pytest.mark.parametrize("old", [False, True])
+def test_the_same_input_grown_shuffled_or_cut(old: bool) -> None:
+    check(PROMPTS, (PROMPTS, ALL), old=old)
+    check([*PROMPTS, {"id": "new", "text": "x"}], (PROMPTS, ALL), old=old)
+    check(PROMPTS[::-1], (PROMPTS, ALL), old=old)
+    check(PROMPTS, (PROMPTS, ALL), old=old, limit=1)
+    check(PROMPTS, (PROMPTS, ALL), old=old, sample=0.5)
+    check([*PROMPTS[:3], {"id": "r3", "text": " "}], (PROMPTS, ALL), old=old)  # unreadable now; its sample stays
 
 
-def test_a_row_without_a_sample_may_be_corrected() -> None:
-    corrected = [{"id": "r0", "text": "better"}, *PROMPTS[1:]]
-    check(corrected, ALL[1:])
-    check([{"id": "other", "text": "x"}], [])  # nothing is stored yet
-    with pytest.raises(RunMismatch, match=r"s3://b/run .* another input \(row 'r0' had other content"):
-        check(corrected, ALL)
+@pytest.mark.parametrize("old", [False, True])
+def test_another_input(old: bool) -> None:
+    with pytest.raises(RunMismatch, match=r"got other content in row 0 \('r0'\)"):
+        check(CORRECTED, (PROMPTS, ALL), old=old)
+    for other in (OTHERS, []):
+        with pytest.raises(RunMismatch, match="got none of their rows"):
+            check(other, (PROMPTS, ALL), old=old)
+    check(OTHERS, (PROMPTS, []), old=old)  # nothing is stored yet
 
 
-def test_another_input() -> None:
-    with pytest.raises(RunMismatch, match="none of its first rows is in this one"):
-        check([{"id": f"x{i}", "text": "y"} for i in range(40)], ALL)
+def test_a_row_without_a_sample_may_be_corrected_and_then_belongs_to_the_input() -> None:
+    check(CORRECTED, (PROMPTS, ALL[1:]))
+    check(CORRECTED, (PROMPTS, ALL[1:]), (CORRECTED, ["r0"]))
+    with pytest.raises(RunMismatch, match="got other content in row 0"):
+        check(PROMPTS, (PROMPTS, ALL[1:]), (CORRECTED, ["r0"]))
 
 
-def test_a_run_of_before_knows_no_input() -> None:
-    check_same_input("u", {}, SimpleNamespace(samples={}), rows([]))  # type: ignore[arg-type]
+def test_every_stored_row_counts() -> None:
+    """Without ids, keys are numbers. A line inserted into the file moves all rows after it to other keys."""
+    texts = [{"text": f"text {i}"} for i in range(40)]
+    inserted = [*texts[:30], {"text": "new"}, *texts[30:]]
+    keys = list(contents(texts))
+    check(texts, (texts, keys))
+    check(inserted, (texts, keys[:30]))
+    with pytest.raises(RunMismatch, match="got other content in row 30"):
+        check(inserted, (texts, keys))
+
+
+def test_a_driver_sees_the_samples_that_another_one_stored_meanwhile(tmp_path: Path) -> None:
+    config = load_config(None, (), model="m", output=str(tmp_path))
+    place = start_run(LocalStore(tmp_path), {"meaning": {}})
+    early = load_manifest(place.store)
+    made = random_sample("r0", 3)
+    RunWriter(place.root).put([(made, replace(made.segments()[0], content=contents(CORRECTED)["r0"]), None)])
+    with pytest.raises(RunMismatch, match="got other content in row 0"):
+        account_for(config, place, early, rows(PROMPTS), Console(file=io.StringIO()), lambda *_: None)
+    beat = read_heartbeat(place.store, 2)
+    assert beat is not None
+    assert beat["state"] == "failed"
+
+
+def test_the_heartbeat_begins_before_the_input_is_read_again(tmp_path: Path) -> None:
+    config = load_config(None, (), model="m", output=str(tmp_path))
+    place = start_run(LocalStore(tmp_path), {"meaning": {}})
+    states: list[str] = []
+
+    def slow() -> Iterator[Any]:
+        beat = read_heartbeat(place.store, 1)
+        states.append("" if beat is None else beat["state"])
+        yield from rows(PROMPTS)()
+
+    def compute(heart: Heartbeat, *_: Any) -> None:
+        heart.state = "stopped: by a limit"
+
+    account_for(config, place, load_manifest(place.store), slow, Console(file=io.StringIO()), compute)
+    assert states == ["", "running"]  # before and after the attempt was taken
+    beat = read_heartbeat(place.store, 1)
+    assert beat is not None
+    assert beat["state"] == "stopped: by a limit"
 
 
 def test_seeds_are_the_runs_and_the_rows_own() -> None:

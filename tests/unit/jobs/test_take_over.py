@@ -22,7 +22,7 @@ from hsx_dist.format.runs import is_complete, load_manifest, read_heartbeat, ref
 from hsx_dist.inputs.rows import rows_from
 from hsx_dist.jobs import attempt as attempt_module
 from hsx_dist.jobs import extract as extract_module
-from hsx_dist.jobs.attempt import open_or_start_run, require_not_removed, take_over
+from hsx_dist.jobs.attempt import begin_attempt, open_or_start_run, require_not_removed, take_over
 from hsx_dist.jobs.extract import account_for
 from hsx_dist.observe.console import Console
 from hsx_dist.reading import open_run, retention, verify_run
@@ -48,7 +48,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 def taken(place: Place, **settings: Any) -> Any:
     config = load_config(None, (), model="m", output=place.root.url, store=settings)
-    return take_over(config, place, Console(file=io.StringIO()))
+    attempt = begin_attempt(config, place)
+    return attempt, *take_over(place, attempt, Console(file=io.StringIO()))
 
 
 def write(place: Place) -> list[str]:
@@ -376,7 +377,7 @@ def test_an_error_next_to_a_removal_names_the_removal(
         if opening:
             open_or_start_run(config, place.root, {"model": "m"})
         else:
-            rows = partial(rows_from, ["a"], config.input)
+            rows = partial(rows_from, [{"id": "s0", "text": "a"}], config.input)
             account_for(config, place, manifest, rows, Console(file=io.StringIO()), lambda *_: None)
 
     monkeypatch.setattr(attempt_module, "load_manifest", removed_meanwhile)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 from hsx_dist.config import load_config
@@ -87,6 +89,10 @@ def writing(place: Callable[[Store], Place], attempt: int, name: str, model: str
     return main
 
 
+def no_heartbeat(*_: Any) -> Any:
+    return nullcontext(SimpleNamespace())
+
+
 def driving(model: str, keys: Sequence[str] = KEYS, *, refused: Sequence[str] = ()) -> Any:
     """A driver: it resumes or starts the run, stores the missing samples and completes the run.
 
@@ -99,7 +105,7 @@ def driving(model: str, keys: Sequence[str] = KEYS, *, refused: Sequence[str] = 
         def rows() -> Iterator[Row | RowFate]:
             return rows_from([{"id": key, "text": key} for key in keys], config.input)
 
-        def compute(attempt: int, ledger: RowLedger, manifest: Manifest, total: int, _: int) -> None:
+        def compute(_heart: Any, attempt: int, ledger: RowLedger, manifest: Manifest, total: int, _: int) -> None:
             writer = Writer(place.store, attempt, f"w{attempt}", model)
             for row in remaining(rows, manifest):
                 assert isinstance(row, Row)
@@ -113,7 +119,7 @@ def driving(model: str, keys: Sequence[str] = KEYS, *, refused: Sequence[str] = 
 
         try:
             place, manifest = open_or_start_run(config, root, {"model": model})
-            account_for(config, place, manifest, rows, Console(file=io.StringIO()), compute)
+            account_for(config, place, manifest, rows, Console(file=io.StringIO()), compute, no_heartbeat)
         except HsxError as e:
             return f"{type(e).__name__}: {e}"
         return place.info["id"]

@@ -20,7 +20,7 @@ from hsx_dist.config import load_config
 from hsx_dist.errors import RunError
 from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.place import open_place, start_run
-from hsx_dist.jobs.attempt import take_over
+from hsx_dist.jobs.attempt import begin_attempt, take_over
 from hsx_dist.reading import verify_run
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import random_sample
@@ -99,7 +99,8 @@ def test_gc_next_to_a_writer_that_pauses(root: LocalStore, verb: str, part: str)
 def test_the_next_driver_next_to_a_writer_that_pauses(root: LocalStore, verb: str, part: str) -> None:
     with paused_writer(root, verb, part) as said:
         config = load_config(None, (), model="m", output=root.url)
-        _, _, manifest = take_over(config, open_place(root), Console(file=io.StringIO()))
+        place = open_place(root)
+        _, manifest = take_over(place, begin_attempt(config, place), Console(file=io.StringIO()))
         assert set(manifest.samples) == {"a"}
     assert said == ["Fenced"]
     assert open_run(root.url).keys() == ["a"]  # no sample is added after the driver's look
