@@ -142,8 +142,11 @@ class Receipt:
         try:
             return _receipt(body)
         except (KeyError, TypeError, ValueError) as e:
-            what = f"no member {e}" if isinstance(e, KeyError) else str(e)
-            raise FormatError(f"{where}: not a receipt: {what}. It was not written by hsx_dist, or is damaged") from e
+            what = f"it lacks the member {e}" if isinstance(e, KeyError) else str(e)
+            raise FormatError(
+                f"{where}: expected a receipt, got an invalid one ({what}). It was not written by hsx_dist, or is "
+                "damaged"
+            ) from e
 
 
 def _open(data: bytes, where: str) -> _Json:
@@ -163,7 +166,7 @@ def _open(data: bytes, where: str) -> _Json:
     try:
         body = parse_json(text, floats=True)
     except FormatError as e:
-        raise FormatError(f"{where}: not JSON: {e}") from e
+        raise FormatError(f"{where}: {e}. The receipt is damaged. Restore it") from e
     if not isinstance(body, dict) or body.get("format") not in (_FORMAT, _FORMAT_OF_COLUMNS):
         got = body.get("format") if isinstance(body, dict) else body
         expected = f"{_FORMAT!r} or {_FORMAT_OF_COLUMNS!r}"
@@ -186,7 +189,7 @@ def _receipt(b: _Json) -> Receipt:
             raise ValueError(f"part: expected a relative name, got {part[:80]!r}")
     segments = _segments(b["segments"], len(segment_columns))
     if part is None and segments:
-        raise ValueError("segments without a part")
+        raise ValueError("part: expected the name of the part that has the segments, got none")
     if several != segments.several_columns:
         raise ValueError(f"format: expected {_FORMAT!r} for samples of one column, got {shown(b['format'])}")
     receipt = Receipt(

@@ -72,7 +72,7 @@ def canonical_order(groups: _Array, *, shuffle: bool, buffer: int, seed: int, ep
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """``shards`` shards took ``taken`` samples each of the samples that remained before."""
+    """A division of the remaining samples: shard ``i`` of ``shards`` took ``taken[i]`` of them."""
 
     shards: int
     taken: tuple[int, ...]
@@ -80,7 +80,10 @@ class Dealt:
 
 @dataclass(slots=True)
 class EpochPosition:
-    """Position of one shard in an epoch: it has taken ``taken`` samples of its share of those that ``history`` left."""
+    """Position of one shard in an epoch: the first ``taken`` samples of its share are taken.
+
+    The shards divide the samples that remained after the divisions in ``history``.
+    """
 
     epoch: int
     shards: int
@@ -235,7 +238,9 @@ def _merge_shards(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise ConfigError(f"states: expected shards of one data set, got states that differ in {name!r}")
     missing = list(islice((i for i in range(first["shards"]) if i not in by_shard), 8))
     if missing:
-        raise ConfigError(f"states: expected those of all {first['shards']} shards, got none of shards {missing}")
+        raise ConfigError(
+            f"states: expected those of all {first['shards']} shards, got none of shards {missing}. Add them"
+        )
     epochs = {state["epoch"] for state in found}
     if len(epochs) > 1:
         raise ConfigError(f"states: expected shards in one epoch, got epochs {sorted(epochs)}")

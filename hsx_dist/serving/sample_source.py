@@ -176,7 +176,9 @@ class SampleSource:
             async with asyncio.timeout(_STORE_SECONDS):
                 return await asyncio.wrap_future(self._threads.submit(call))
         except TimeoutError:
-            raise Unavailable(f"expected the store to answer within {_STORE_SECONDS:.0f} s, got nothing") from None
+            raise Unavailable(
+                f"expected the store to answer within {_STORE_SECONDS:.0f} s, got nothing. Check the store"
+            ) from None
 
     def _refusal(self, error: HsxError, key: str, wait: float) -> Refusal:
         refusal = refusal_of(error, key)

@@ -230,7 +230,9 @@ def _botocore_client(
         from botocore.config import Config
         from botocore.session import Session
     except ImportError as e:
-        raise ConfigError("store.backend obstore: the package botocore is missing; pip install 'hsx-dist[s3]'") from e
+        raise ConfigError(
+            "store.backend obstore: expected the package botocore, got none. Run pip install 'hsx-dist[s3]'"
+        ) from e
     kwargs: dict[str, Any] = {
         "aws_access_key_id": options.get("key") or options.get("username"),
         "aws_secret_access_key": options.get("secret") or options.get("password"),

@@ -42,10 +42,9 @@ def write_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[torch.
     """Put the rows of every layer into the cache.
 
     Args:
-        cache: ``[blocks, layers, block_size, hidden]``, in either memory order, see ``flat_rows``.
+        cache: ``[blocks, layers, block_size, hidden]``, in either memory order, as for ``flat_rows``.
         slots: ``[n]`` on the cache's device, ``block_id * block_size + position in the block``. Values below 0 are
-        padding
-            and go into block 0, which belongs to no request.
+            padding and go into block 0, which belongs to no request.
         layers: a tensor ``[n, hidden]`` of the cache's dtype for every layer.
     """
     hidden, block = cache.shape[3], cache.shape[2]
@@ -127,7 +126,7 @@ def _why_not_direct(
 
 
 def _patch(proposer: Any) -> bool:
-    """Replace ``proposer.propose``, once; False if it is not the method that this file was written for."""
+    """Replace ``proposer.propose`` once. Returns False if it is not the method that this file was written for."""
     theirs = getattr(proposer, "propose", None)
     if theirs is None:
         return False

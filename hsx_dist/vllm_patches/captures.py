@@ -42,7 +42,7 @@ _models: WeakSet[Any] = WeakSet()
 
 
 def install() -> None:
-    """Patch vLLM, once a process. To be called before a model is built."""
+    """Patch vLLM, once in a process. Call it before a model is built."""
     from vllm.config import SpeculativeConfig
     from vllm.model_executor.models import interfaces
 
