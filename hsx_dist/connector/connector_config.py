@@ -80,8 +80,8 @@ class ConnectorConfig(BaseModel):
     )
     cache_writes: Literal["vllm", "direct"] = Field(
         "vllm",
-        description="how states get into the cache. vllm: by vLLM's own three copies. direct: by one copy (V1 runner, "
-        "no data parallelism; elsewhere by vLLM's)",
+        description="how states get into the cache. vllm: by three copies of vLLM. direct: by one copy (V1 runner "
+        "without data parallelism; other engines use vllm)",
     )
     owners: int | None = Field(
         None,

@@ -1,7 +1,7 @@
 """Companion locks, as in vLLM's own connector: ``PATH.lock`` is held exclusively until the object is stored.
 
-vLLM's ``load_hidden_states`` takes the lock shared, and so does this project's. Both sleep until the object or its
-marker is stored.
+vLLM's and this project's ``load_hidden_states`` take the lock shared. Both sleep until the object or its marker is
+stored.
 
 A thread makes the lock files while the model runs. One file may take half a millisecond (ext4, after many deletions),
 which would delay the engine's thread.

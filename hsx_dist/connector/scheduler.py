@@ -38,7 +38,7 @@ REMEMBERED_KEYS = 65536
 
 @dataclass(slots=True)
 class _Claim:
-    """The sample that a key stands for (``format.identity``).
+    """The sample that a key belongs to (``format.identity``).
 
     ``request``: hash of the request. ``tokens``: hash of the computed tokens, set when a sample is passed to a worker.
     ``users``: number of unfinished requests with the key.

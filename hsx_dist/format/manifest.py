@@ -265,7 +265,7 @@ class Manifest:
             self._dirty[fate.key] = None
 
     def _decide(self) -> None:
-        """Settle all changed keys. Not done for each receipt: a sample in n receipts would take n² steps."""
+        """Settle all changed keys. Do not call it for each receipt: a sample in n receipts would take n² steps."""
         dirty, self._dirty = self._dirty, {}
         for key in dirty:
             self._settle(key)

@@ -212,7 +212,7 @@ class PointColumns:
     def load(
         self, layers: Sequence[int] | None, start: int, stop: int, *, masked: bool = False, empty: Empty | None = None
     ) -> Loaded:
-        """Load whole rows: carrier ``[n, L, width]``. Otherwise as ``SampleColumn.load``.
+        """Load whole rows: carrier ``[n, L, width]``. Arguments and other results: as ``SampleColumn.load``.
 
         Raises:
             IntegrityError: the shards' token ids differ.

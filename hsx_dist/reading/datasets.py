@@ -100,7 +100,7 @@ def _require_followable(source: Source, shuffle: bool, repeat: bool) -> None:
             "order in which they are proven"
         )
     if isinstance(source, Selection):
-        raise ConfigError("follow: expected a run, got a Selection, which has no later samples. Give its run")
+        raise ConfigError("follow: expected a run, got a Selection, which has no later samples. Pass its run")
 
 
 class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]

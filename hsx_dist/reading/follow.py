@@ -129,7 +129,7 @@ class Follower:
         self._lost.pop(record.key, None)
 
     def lost(self, record: SampleRecord) -> None:
-        """Record a sample that the consumer could not read, since its part is missing. Otherwise as ``done``."""
+        """Record a sample that the consumer could not read, since its part is missing. Call it in place of ``done``."""
         self.done(record)
         self._lost[record.key] = record
 

@@ -69,8 +69,8 @@ class ItemSpec:
         final = [new for name in dict.fromkeys((*names, *self.rename)) if (new := self.rename.get(name, name))]
         if twice := sorted({name for name in final if final.count(name) > 1}):
             raise ConfigError(
-                f"rename: expected a different name for each array, got {', '.join(twice)} for several. Rename the "
-                "other, or remove it with None (null)"
+                f"rename: expected a different name for each array, got {', '.join(twice)} for several. Rename one "
+                "of them, or remove it with None (null)"
             )
 
     @property

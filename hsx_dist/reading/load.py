@@ -125,7 +125,7 @@ def load_object(
     identity: Mapping[str, str] | None = None,
     framework: Framework = "auto",
 ) -> dict[str, Any]:
-    """Load a sample of the object ``name`` in ``store``. Otherwise as ``load_hidden_states``."""
+    """Load a sample of the object ``name`` in ``store``. Other arguments and errors: as ``load_hidden_states``."""
 
     def load() -> dict[str, Any]:
         with object_sample(store, name, key, identity=identity) as sample:
@@ -211,7 +211,8 @@ def _sample_in_run(store: Store, key: str, identity: Mapping[str, str] | None, o
     fate = run.fate_of(key)
     if fate is not None and (fate.fate == "refused" or run.complete):
         raise SampleFailed(
-            f"{run.url}: expected a sample {key!r}, got none: it was {fate.fate}: {bounded(fate.reason)}"
+            f"{run.url}: expected a sample {key!r}, got a row that is {fate.fate}: {bounded(fate.reason)}. Correct the "
+            "cause, then run the extraction again"
         )
     sample = run[key]
     _require_identity(sample, identity, f"{store.url}: {key!r}")
@@ -238,8 +239,8 @@ def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
     keys = sorted({segment.key for _, segment in found})
     if not found:
         raise SampleNotFound(
-            f"{where}: expected sample {key!r}, got one with {len({s.segment.key for s in part.segments})} others. "
-            "Check the key"
+            f"{where}: expected sample {key!r}, got {len({s.segment.key for s in part.segments})} other samples. Check "
+            "the key"
         )
     if len(keys) > 1:
         raise ConfigError(

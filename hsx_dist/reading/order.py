@@ -225,7 +225,9 @@ def merge_states(states: Any) -> dict[str, Any]:
 
 def _merge_shards(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not found:
-        raise ConfigError("states: expected the states of a HiddenStatesDataset, got none. Give those of all ranks")
+        raise ConfigError(
+            "states: expected the states of a HiddenStatesDataset, got none. Pass the states of all ranks"
+        )
     by_shard: dict[int, Mapping[str, Any]] = {}
     for state in found:
         check_state(state, _MEMBERS, required=("epoch", "history", "shards", "shard", "taken"))

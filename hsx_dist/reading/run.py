@@ -271,7 +271,7 @@ class Run:
 
     @property
     def refused(self) -> Mapping[str, RowFate]:
-        """Input rows that can never give a sample, with the reason."""
+        """Input rows that cannot produce a sample, with the reason."""
         return self.index.refused
 
     @property
@@ -335,7 +335,8 @@ class Run:
         if record is not None:
             return self.sample_of(record)
         if fate is not None:
-            why = f"its row {'was refused' if fate.fate == 'refused' else 'failed'}: {fate.reason}"
+            what = "was refused" if fate.fate == "refused" else "failed"
+            why = f"its row {what}: {fate.reason}. Correct the cause, then run the extraction again"
         elif not complete:
             why = f"the run has {count} samples and is not complete. Wait, then call Run.refresh"
         else:

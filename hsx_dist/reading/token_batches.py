@@ -188,7 +188,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             refill.read((given + 1) / batches)  # without this, the next round's first batch waits for the whole refill
             rows = slots.get(places)
             slots.free.append(places)
-            # With follow, samples come in another order after a resume, so that no rows can be skipped.
+            # With follow, a resume may yield samples in another order, so that it must not skip rows.
             again = {"rows": 0, "batches": 0, "blocks": [], "buffers": where["oldest"]}
             self._state = {**where, **self._own, **(again if self._dataset.follows else {"batches": given + 1})}
             one_layer = [name for name in self._dataset.states if rows[name].shape[1] == 1]

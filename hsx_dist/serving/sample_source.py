@@ -133,8 +133,8 @@ class SampleSource:
     async def piece(self, file: StatesFile, i: int, again: Callable[[], StatesFile]) -> bytes | memoryview:
         """Return the ``i``-th piece of ``file``. Raises ``HsxError``.
 
-        ``again`` finds the sample anew if its object was replaced since: the server extends the expiry of a key that is
-        used again.
+        ``again`` finds the sample again if its object was replaced since. The server extends the expiry of a key that
+        is used again.
         """
 
         def load() -> bytes | memoryview:

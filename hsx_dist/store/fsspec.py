@@ -339,7 +339,7 @@ class FsspecStore:
                     todo.append((path, folder))
 
     def _ls(self, prefix: str, folder: str, above: str) -> Sequence[Mapping[str, Any]]:
-        """List ``folder``. Returns nothing if neither the folder exists nor the listing of ``above`` has it.
+        """List ``folder``. Returns nothing if the folder does not exist and the listing of ``above`` lacks it.
 
         ``above``: the parent folder; empty for the first folder.
         """

@@ -66,7 +66,7 @@ def check_endpoints(options: Mapping[str, Any]) -> None:
     for given in (options, client):
         if given.get("endpoint_url"):
             check_endpoint(str(given["endpoint_url"]), "storage_options.endpoint_url")
-    # Not by prefix: AWS_ENDPOINT_DISCOVERY_ENABLED is no endpoint, and endpoints of other services are not used.
+    # Names, not a prefix: AWS_ENDPOINT_DISCOVERY_ENABLED is no endpoint, and endpoints of other services are not used.
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL_STS"):
         if value := os.environ.get(name):
             check_endpoint(value, name)

@@ -47,8 +47,8 @@ def scatter(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: to
 
 
 def _scatter_cpu(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:
-    # NumPy's assignment copies whole rows: 2048 rows of 4 KiB take a quarter of the time of torch's index_put. Also its
-    # operators on small arrays cost a fraction of torch's.
+    # NumPy's assignment copies whole rows: 2048 rows of 4 KiB take a quarter of the time of torch's index_put. Its
+    # operators on small arrays also cost a fraction of torch's.
     to, numbers = slots.numpy(), count.numpy()
     rows = _bits(x if x.dtype == cache.dtype else x.to(cache.dtype))
     if to.size and to.min() < 0:

@@ -37,7 +37,10 @@ def install(tap: Callable[[Any, Any], Any]) -> None:
     loader: Any = getattr(base_loader, "BaseModelLoader", None)
     theirs = getattr(loader, "load_model", None)
     if theirs is None:
-        log.warning("taps cannot be installed: this vLLM loads models in a way that hsx_dist does not know")
+        log.warning(
+            "taps cannot be installed: this vLLM loads models in a way that hsx_dist does not know. Install "
+            "a tested vLLM release"
+        )
         return
     if getattr(theirs, "hsx", False):
         return
