@@ -145,7 +145,7 @@ class Receipt:
             what = f"it lacks the member {e}" if isinstance(e, KeyError) else str(e)
             raise FormatError(
                 f"{where}: expected a receipt, got an invalid one ({what}). It was not written by hsx_dist, or is "
-                "damaged"
+                "damaged. Restore it"
             ) from e
 
 
@@ -154,7 +154,7 @@ def _open(data: bytes, where: str) -> _Json:
     if not (data.startswith(_BEFORE_CRC) and data[_HEADER - len(_AFTER_CRC) : _HEADER] == _AFTER_CRC):
         raise FormatError(
             f"{where}: expected a receipt, which begins with {_BEFORE_CRC.decode()!r}, got {data[:24]!r}. It was not "
-            "written by hsx_dist, or is damaged"
+            "written by hsx_dist, or is damaged. Restore it"
         )
     text, stored = data[_HEADER:-1], data[len(_BEFORE_CRC) : len(_BEFORE_CRC) + 8]
     found = crc32c_hex(crc32c(text))

@@ -157,6 +157,7 @@ class ItemSpec:
             return loaded[LOSS_MASK] != 0
         if self.loss_mask == "raise":
             raise ConfigError(
-                f"{sample.uri}: expected an attached loss_mask of {sample.key!r}, got none. Set loss_mask to 'ones'"
+                f"{sample.uri}: expected an attached loss_mask of {sample.key!r}, got none. Set loss_mask to 'ones', "
+                "or store masks"
             )
         return to_ids(np.ones(len(loaded["token_ids"]), bool), self.framework)

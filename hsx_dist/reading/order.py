@@ -245,7 +245,7 @@ def _merge_shards(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         )
     epochs = {state["epoch"] for state in found}
     if len(epochs) > 1:
-        raise ConfigError(f"states: expected shards in one epoch, got epochs {sorted(epochs)}")
+        raise ConfigError(f"states: expected shards in one epoch, got epochs {sorted(epochs)}. Save all in one step")
     taken = [by_shard[i]["taken"] for i in range(first["shards"])]
     return {**first, "history": [*first["history"], [first["shards"], taken]], "shards": None, "shard": 0, "taken": 0}
 
@@ -253,7 +253,9 @@ def _merge_shards(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _merge_mixed(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     size = len(states[0]["datasets"])
     if any(len(state[name]) != size for state in states for name in MIXED_MEMBERS):
-        raise ConfigError("states: expected mixtures of the same data sets, got different numbers of data sets")
+        raise ConfigError(
+            "states: expected mixtures of the same data sets, got different numbers. Merge states of one mixture"
+        )
     # The mixture depends only on the ratios of these numbers, which the mean keeps.
     taken = [sum(state["taken"][i] for state in states) / len(states) for i in range(size)]
     return {
