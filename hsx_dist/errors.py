@@ -13,7 +13,7 @@ Example:
     ...     load_hidden_states("runs/demo", "absent", wait=0.01)
     ... except SampleNotFound as error:
     ...     print(str(error).partition(": ")[2])
-    no sample 'absent': the run is complete, with 3 samples, and none has this key. List keys with Run.keys or hsx ls
+    expected a sample 'absent', got none: the run is complete with 3 samples. List their keys with Run.keys or hsx ls
 """
 
 from __future__ import annotations

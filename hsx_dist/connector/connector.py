@@ -184,8 +184,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True: a request that is preempted at its end is computed again. Otherwise the connector would get freed
-        blocks.
+        """True, so that vLLM computes a request again that was preempted at its end. Otherwise the connector would get
+        freed blocks.
 
         The base class derives this from ``kv_role`` instead; this connector always produces.
         """
@@ -227,7 +227,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[CapturedPoint, torch.Tensor]:
         """Return the point and the cache of vLLM's own extraction."""
         if len(layers) != 1:
-            raise ConfigError(f"expected one hidden-state cache layer, got {len(layers)}: {sorted(layers)}")
+            raise ConfigError(
+                f"expected one hidden-state cache layer, got {len(layers)}: {sorted(layers)}. Install a tested vLLM "
+                "release"
+            )
         (name, layer), *_ = layers.items()
         cache = layers_first(kv_caches[name], len(layer_ids), self._block_size, VLLM_VERSION)
         captures.check_layer_zero(
@@ -293,7 +296,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._taps is None else CapturedMetadata(self._points)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step. vLLM calls this before the model runs, but ``start_load_kv`` after it if nothing is loaded."""
+        """Begin a step. vLLM calls this before the model runs.
+
+        If nothing is loaded, vLLM calls ``start_load_kv`` only after the model has run.
+        """
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             assert isinstance(connector_metadata, StepMetadata)
@@ -331,7 +337,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def pending(self) -> int:
-        """Number of requests whose states this half has not passed on. A worker half that stores: not stored yet."""
+        """Number of requests whose states this half has not passed on. A rank that stores adds its unstored samples."""
         if self._scheduler is not None:
             return self._scheduler.pending
         waiting = self._worker.pending if self._worker is not None else 0
@@ -369,11 +375,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.close()
         if left:
             log.error(
-                "the engine ends with %d requests whose hidden states were not copied within %g s (drain_seconds)",
+                "the engine ends with %d requests whose hidden states were not copied within %g s. Raise drain_seconds",
                 left,
                 self._settings.drain_seconds,
             )
-        if self._settings.bare or self._settings.transport == "attach":  # else its owner closes it
+        # The code that registered an inline end closes it.
+        if self._settings.bare or self._settings.transport == "attach":
             self._outlet.close(max(end - time.monotonic(), 0.1))
 
 
@@ -401,7 +408,7 @@ def hidden_state_group(kv_cache_config: KVCacheConfig, model: str = "this model"
     kinds = [type(g.kv_cache_spec).__name__ for g in groups]
     raise ConfigError(
         f"{model}: expected one hidden-state cache group, got {len(found)} among {kinds}. The connector cannot "
-        "distinguish hidden states from keys and values in this cache, so it does not support the model"
+        "distinguish hidden states from keys and values in this cache. Use another model"
     )
 
 
@@ -412,7 +419,7 @@ def make_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> Outlet:
     if settings.transport == "inline":
         return Outlet(registered(settings.address))
     if settings.authkey is None:
-        raise ConfigError("hsx.authkey: expected the key of the process at hsx.address, got none. Set it")
+        raise ConfigError("hsx.authkey: expected the key of the process at hsx.address, got none. Set hsx.authkey")
     key = bytes.fromhex(settings.authkey.get_secret_value())
     return Outlet(AttachedEnd(settings.address, key, settings.in_flight_bytes))
 

@@ -80,8 +80,8 @@ class ConnectorConfig(BaseModel):
     )
     cache_writes: Literal["vllm", "direct"] = Field(
         "vllm",
-        description="how states get into the cache. vllm: by vLLM's own three copies. direct: by one copy (V1 runner, "
-        "no data parallelism; elsewhere by vLLM's)",
+        description="how states get into the cache. vllm: by three copies of vLLM. direct: by one copy (V1 runner "
+        "without data parallelism; other engines use vllm)",
     )
     owners: int | None = Field(
         None,
@@ -137,7 +137,7 @@ class ConnectorConfig(BaseModel):
 
 
 def _without_secrets(options: Mapping[str, Any]) -> Any:
-    """The options with the environment's values; ``ConfigError`` if a credential is written out."""
+    """Return the options with ``${env:NAME}`` replaced. ``ConfigError`` if they contain a credential as text."""
     for secret in secret_paths(options, ("hsx", "storage_options")):
         raise ConfigError(
             f"{'.'.join(secret)}: expected no credential, got one. vLLM logs its configuration, and other users "
@@ -185,7 +185,7 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     if (settings.transport == "attach" and settings.bare) or (settings.transport == "spawn" and not settings.bare):
         raise ConfigError(
             f"hsx.address: expected the address of a process for transport 'attach', or none for 'spawn', got "
-            f"{settings.address!r} for {settings.transport!r}. Set both, or leave both out"
+            f"{settings.address!r} for {settings.transport!r}. Set hsx.address for attach, or omit it for spawn"
         )
     if settings.bare and settings.layout == "part":
         raise ConfigError(

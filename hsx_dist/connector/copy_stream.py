@@ -154,7 +154,7 @@ class DeviceCopyStream:
 
 
 class _Copied:
-    """The event after a copy, with the error of a copy that was not queued whole."""
+    """The event after a copy, with the error if only part of the copy was queued."""
 
     def __init__(self, device: Device, event: CopyEvent, error: Exception | None):
         self._device = device

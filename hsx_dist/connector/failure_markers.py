@@ -31,8 +31,8 @@ from hsx_dist.writers.daemon import DaemonPool
 
 log = get_logger(__name__)
 
-#: Threads for failures and conflicts, and as many for stored samples. A client can cheaply send requests that fail.
-#: With separate threads these do not delay stored samples.
+#: Number of threads in each of two pools: for failures and conflicts, and for stored samples. A client can cheaply send
+#: requests that fail. A separate pool keeps these from delaying stored samples.
 _THREADS = 4
 #: Limit of the bytes that wait for a slow store. Beyond it a marker is not stored, and an error is logged. Failure
 #: markers may use three quarters of the limit, since a client can cheaply send requests that fail.
@@ -58,7 +58,7 @@ class _Act:
     """Pending changes of one name's markers, merged over any number of requests.
 
     ``markers``: name → the marker to store, None to remove it; at most the failure and the conflict marker.
-    ``failed``: hash → key of requests that store nothing. ``looks``: all requests are stored.
+    ``failed``: hash → key of requests that store nothing. ``looks``: the samples of all merged requests are stored.
     """
 
     markers: dict[str, bytes | None]
@@ -104,7 +104,7 @@ class _PendingName:
 class Markers:
     """Failure and conflict markers of names under ``store``. Thread-safe; no call waits for the store.
 
-    ``holder`` is a request that has ended. Its lock is held until the change that it came with is stored. A marker that
+    ``holder`` is a request that has ended. Its lock is held until the store has the changes of that call. A marker that
     the store refuses is retried later: see ``_MOST_KEPT``.
     """
 
@@ -132,8 +132,10 @@ class Markers:
         self._looks = DaemonPool(_THREADS, "hsx-look")
 
     def fail(self, key: str, name: str, reason: str, *, requests: Iterable[str] = (), holder: str = "") -> None:
-        """Store the failure marker of ``name``, or its conflict marker if the object there is of another request than
-        ``requests`` (hashes)."""
+        """Store the failure marker of ``name``.
+
+        If one of ``requests`` (hashes) is not the request of a key's object, store the conflict marker instead.
+        """
         with self._lock:
             self._marked[object_name(name)] = None  # a path may be long
             if len(self._marked) > _REMEMBERED:
@@ -159,10 +161,10 @@ class Markers:
         holder: str = "",
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Remove the failure marker of ``name``, whose object is stored; otherwise as ``fail``.
+        """Remove the failure marker of ``name``, whose object is stored. Other arguments: as for ``fail``.
 
-        ``after`` is called once the marker is removed, or at once if the name waits already. It releases the caller's
-        claim, which bounds the number of waiting names.
+        ``after`` is called after the first try to remove the marker, or at once if the name already has pending
+        changes. It releases the caller's claim, which bounds the number of waiting names.
         """
         self._unmark(name)
         self._put(name, {marker_name(name): None}, _failed(key, name, requests), holder, after)
@@ -221,14 +223,19 @@ class Markers:
                 if idle or self._kept.pop(name, None) is not None:
                     self._start(name, entry)
                 elif act.looks and entry.ticket is not None and not entry.ahead:
-                    # It waits behind names of failed requests: the first free thread of either kind begins.
+                    # The name waits in the pool for failures. Queue it in the other pool too: the first free thread
+                    # of either pool begins.
                     entry.ahead = True
                     self._looks.submit(self._work, name, entry.ticket)
         if after is not None:
             after()
         if refused or entry is None:
             if any(markers.values()):
-                log.error("no failure marker is stored for %s: too many wait for the store, or the engine ends", name)
+                log.error(
+                    "no failure marker is stored for %s: too many wait for the store, or the engine ends. Check the "
+                    "store",
+                    name,
+                )
             self._release(holder, stored=act.looks)
         elif self._locks is not None and holder and holder != entry.holder:
             self._locks.pass_on(holder, entry.holder)
@@ -299,15 +306,22 @@ class Markers:
         if len(self._kept) <= _MOST_KEPT:
             return None
         worst = max(self._kept, key=self._cheapness)
-        log.error("no failure marker is stored for %s: the store refuses the markers of too many names", worst)
+        log.error(
+            "no failure marker is stored for %s: the store refuses the markers of too many names. Check the store",
+            worst,
+        )
         del self._kept[worst]
         return self._ended(worst)
 
     def _cheapness(self, name: str) -> tuple[bool, bool, int, float]:
-        """Return a sort key; the name with the largest is dropped first.
+        """Return a sort key. The name with the largest sort key is dropped first.
 
-        First names of keys that only remove a marker: an outdated one hides no object. Then paths, which the store may
-        never accept. Then the most refused, since a brief failure ends at the next retry. Then the last to be retried.
+        Names are dropped in this order:
+
+        1. Names of keys whose changes only remove a marker. An outdated marker of a key hides no object.
+        2. Paths, since the store may never accept a path.
+        3. Names that the store refused most often, since a brief failure ends at the next retry.
+        4. Names whose next retry is last.
         """
         entry, of_a_key = self._kept[name], is_of_a_key(name)
         only_removes = entry.act is not None and entry.act.only_removes
@@ -375,7 +389,7 @@ def _failed(key: str, name: str, requests: Iterable[str]) -> dict[str, str]:
 
 
 def _hiding(marker: bytes) -> bytes:
-    """Return a failure marker that also counts if there is an object."""
+    """Return the failure marker without ``until_stored``: readers raise even if there is an object."""
     body = json.loads(marker)
     body.pop("until_stored", None)
     return json.dumps(body).encode()

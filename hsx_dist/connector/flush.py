@@ -64,7 +64,10 @@ def flush(llm: Any, timeout: float = 60.0) -> None:
         left = pending_of(core.scheduler.connector) + pending_here() if core is not None else _ask(llm)
         quiet = 0 if left else quiet + 1
         if left and time.monotonic() > end:
-            raise TimeoutError(f"hidden states of {left} requests are not stored after {timeout:g} s")
+            raise TimeoutError(
+                f"expected all hidden states to be stored within {timeout:g} s, got {left} requests without. Check the "
+                "store and the engine's log, or raise timeout"
+            )
         if core is not None and pending_of(core.scheduler.connector):
             llm.llm_engine.step()
         elif left or quiet < _QUIET:

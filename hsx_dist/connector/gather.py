@@ -78,7 +78,9 @@ def gather_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int],
     _, available, block, hidden = cache.shape
     s_block, s_layer, s_token, s_hidden = cache.stride()
     if s_hidden != 1 and hidden > 1:
-        raise ValueError(f"expected a cache whose rows are contiguous, got strides {cache.stride()}")
+        raise ValueError(
+            f"expected a cache whose rows are contiguous, got strides {cache.stride()}. Install a tested vLLM release"
+        )
     wrong = [layer for layer in layers if not 0 <= layer < available]
     if wrong:
         raise ValueError(f"expected layer positions from 0 to {available - 1}, got {wrong}")
@@ -162,8 +164,11 @@ def _layer_steps(layers: tuple[int, ...], step: int, device: torch.device, _stre
 
 
 def to_device(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy host ``indices`` to ``device``. For CUDA from pinned memory, queued on the current stream: from pageable
-    memory the host would block until all work queued there is done."""
+    """Copy host ``indices`` to ``device``.
+
+    For CUDA, the copy is queued on the current stream and reads pinned memory. A copy from pageable memory would block
+    the host until all work queued on the stream ends.
+    """
     return indices.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices.to(device)
 
 

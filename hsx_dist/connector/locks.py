@@ -1,7 +1,7 @@
 """Companion locks, as in vLLM's own connector: ``PATH.lock`` is held exclusively until the object is stored.
 
-vLLM's ``load_hidden_states`` takes the lock shared, and so does this project's. Both sleep until the object or its
-marker is stored.
+vLLM's and this project's ``load_hidden_states`` take the lock shared. Both sleep until the object or its marker is
+stored.
 
 A thread makes the lock files while the model runs. One file may take half a millisecond (ext4, after many deletions),
 which would delay the engine's thread.
@@ -81,9 +81,10 @@ class ObjectLocks:
             self._asked.put((name, holder))
 
     def wait(self) -> None:
-        """Block until each queued lock is held, cannot be made (which is logged), or another process keeps it.
+        """Block until each queued lock is held, its file cannot be made (which is logged), or ``BRIEF_S`` has passed.
 
-        Ends a step: in the next step, waits for other processes may again take ``BRIEF_S``.
+        The thread retries locks that another process still holds. Called at the end of a step: the next step may wait
+        for ``BRIEF_S`` again.
         """
         self._asked.join()
         self._end = None
@@ -279,8 +280,9 @@ class ObjectLocks:
     def _open(self, name: str, *, last: bool) -> tuple[int, bool] | None:
         """Open the lock file and try to lock it.
 
-        Returns (descriptor, whether the lock is held). On the ``last`` try the lock may be another process's, which
-        writes the same object; on an earlier try this returns None. Also None if another process removed the file.
+        Returns:
+            The descriptor, and whether the lock is held. None if another process removed the file. If another process
+            holds the lock to write the same object: None, except on the ``last`` try, which returns False.
         """
         try:
             return self._take(name, last=last)

@@ -166,7 +166,8 @@ class StoreOutlet(Outlet):
     def skip(self, skip: Skip) -> None:
         super().skip(skip)
         if skip.conflict and self._locks is not None:
-            # It was never scheduled. The lock keeps its reader from the other sample until the marker is stored.
+            # The request was never scheduled, so it has no lock yet. Without the lock its reader could get the other
+            # sample before the marker is stored.
             self._locks.ask(skip.name, skip.request_id)
         if not skip.quiet:
             log.warning("hidden states of %s are not stored: %s", skip.key, skip.reason, extra={"key": skip.key})
@@ -208,7 +209,7 @@ class StoreOutlet(Outlet):
     # -- the end of a request --------------------------------------------------------------------------------------
 
     def _end(self, request_id: str, key: str, name: str, *, stored: bool, reason: str | None, conflict: bool) -> None:
-        """End a request whose object is stored, or not stored (``reason``). Its lock is released after its marker is.
+        """End a request, whose object is stored or not (``reason``). Its lock is released after its marker is stored.
 
         A failure marker waits while other requests of the same name are in flight. Their readers must not see it, and
         the object that they store may be another request's.
@@ -231,15 +232,17 @@ class StoreOutlet(Outlet):
 
         looks = stored and (request is None or request.chosen)
         if not looks:
-            # Its data is freed. If the store refuses the marker, the lock stays held, but the claim does not.
+            # The request's data is freed, so its claim ends here, even if the store refuses the marker. Only its lock
+            # stays held in that case.
             self.ring.unclaim(claimed)
         if conflict:
             self._markers.conflict(key, name, reason or "", holder=request_id)
         elif failure is not None:
             self._markers.fail(failure[0], name, failure[1], requests=failed, holder=request_id)
         elif looks:
-            # Also without a marker of this process: an earlier server may have left one. Samples that wait for this
-            # check stay claimed, which bounds their number. New samples wait in their cache blocks; no thread waits.
+            # Needed even if this process stored no marker: an earlier server may have left one. Samples that wait for
+            # this check stay claimed, which bounds their number. New samples then wait in their cache blocks. No thread
+            # waits.
             self._markers.stored(
                 key, name, requests=failed, holder=request_id, after=partial(self.ring.unclaim, claimed)
             )
@@ -248,7 +251,7 @@ class StoreOutlet(Outlet):
 
     @property
     def pending(self) -> int:
-        """Number of samples that are neither stored nor failed, plus changes of markers that the store has not got."""
+        """Number of samples that are neither stored nor failed, plus changes of markers that are not stored."""
         return super().pending + len(self._submitted) + self._settling + self._markers.pending
 
     def close(self, timeout: float | None = None) -> None:

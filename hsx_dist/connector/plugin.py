@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import hsx_dist.transport.affinity  # noqa: F401 - early: it reads what vLLM is about to change
+import hsx_dist.transport.affinity  # noqa: F401 - imported before vLLM pins threads to cores
 from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.vllm_patches import captures, model_loads
 

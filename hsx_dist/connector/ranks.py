@@ -232,9 +232,9 @@ def row_distances(ranks: torch.Tensor) -> torch.Tensor:
     """Return the distance of each rank's rows from rank 0's: ``[ranks, rows, layers, hidden]`` → float32
     ``[ranks, rows, layers]``.
 
-    The distance is the sum of absolute differences, divided by the sum of rank 0's absolute values. Squares would not
-    do: a few channels have much larger values than all others, and would hide the others' differences. Numbers that are
-    not finite on rank 0 must be the same on the other ranks; else the distance is infinite.
+    The distance is the sum of absolute differences, divided by the sum of rank 0's absolute values. Squares are
+    unsuitable: a few channels have much larger values than all others, and would hide the others' differences. Numbers
+    that are not finite on rank 0 must be the same on the other ranks; else the distance is infinite.
     """
     ranks = ranks.float()
     first = ranks[:1]

@@ -1,7 +1,7 @@
 """Options of one request in its ``kv_transfer_params``. They are read once and checked; no value fails the engine.
 
-Other connectors share the namespace, hence the prefix ``hidden_states_``. A wrong value is ignored alone: the request
-is stored as without it, and ``hidden_states_meta["refused"]`` of the answer gives the reason.
+Other connectors share the namespace, hence the prefix ``hidden_states_``. Only a wrong value is ignored: the request is
+stored as if the value were absent. ``hidden_states_meta["refused"]`` of the answer gives the reason.
 
 This runs on the scheduler's thread, between the steps of all clients. Lengths are compared with their limits before a
 value is iterated. So the limits and the prompt bound the cost of a request, regardless of the values that a client
@@ -32,9 +32,11 @@ PARAMS = "kv_transfer_params"
 KNOWN = {"key", "path", "layers", "points", "tokens", "save", "row", "loss_mask", "metadata"}
 #: Known names. ``refused`` may have these, and a few unknown names that clients sent.
 OURS = {PARAMS, "include_output_tokens", *(PREFIX + name for name in KNOWN)}
-#: Number of parameters that are compared with the known names, number of unknown names in an answer, and their length.
+#: Number of parameters that are compared with the known names.
 MAX_PARAMS = 64
+#: Number of unknown names in an answer.
 MAX_UNKNOWN = 8
+#: Characters of a name or a value that an answer shows.
 MAX_NAME = 80
 #: Readers get a sample's metadata with its part's header, and every page carries it.
 MAX_METADATA_BYTES = 64 << 10

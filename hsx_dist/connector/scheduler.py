@@ -38,7 +38,7 @@ REMEMBERED_KEYS = 65536
 
 @dataclass(slots=True)
 class _Claim:
-    """The sample that a key stands for (``format.identity``).
+    """The sample that a key belongs to (``format.identity``).
 
     ``request``: hash of the request. ``tokens``: hash of the computed tokens, set when a sample is passed to a worker.
     ``users``: number of unfinished requests with the key.
@@ -123,8 +123,8 @@ class SchedulerHalf:
         if options.path is not None or not request.prompt_token_ids or request.prompt_embeds is not None:
             return known  # a path's object is replaced, as by vLLM's connector; nothing is stored without token ids
         if known.options.by_path and name not in self._claims:
-            # Programs for vLLM's connector delete an object and use its path again, so paths claim no key. The store
-            # keeps them from replacing an object, by put-if-absent.
+            # Programs for vLLM's connector delete an object and use its path again, so paths claim no key. Objects of
+            # such paths are stored by put-if-absent, so that no object is replaced.
             return known
         claim = self._claims.setdefault(name, _Claim(known.request))
         self._claims.move_to_end(name)

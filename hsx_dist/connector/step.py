@@ -18,7 +18,7 @@ class Save:
     key: str
     token_ids: np.ndarray[Any, Any]  # int64 [T]: the tokens to store
     block_ids: np.ndarray[Any, Any]  # int64: the cache blocks of the request, from its first
-    owner: int  # its remainder by the number of storing ranks selects one of them: ``Ranks.owns``
+    owner: int  # modulo the number of storing ranks, it is the index of the rank: ``Ranks.owns``
     row: int | None = None  # the driver's number of the input row
     content: str = ""  # ``Segment.content``
     #: Positions of the tokens in the request: a range, or int64 ``[T]``; None: all from the first.
@@ -61,7 +61,7 @@ class Skip:
     reason: str
     #: The client asked for no states, or this is a repeated report: no failure marker is stored.
     quiet: bool = False
-    #: Its key stands for another sample already.
+    #: The key already belongs to another sample.
     conflict: bool = False
     request: str = ""  # as in ``Expect``
     #: Numbers of the columns that this rank would have copied, and the sample's number of columns.

@@ -54,7 +54,7 @@ def check_layout(points: Sequence[CapturedPoint], settings: ConnectorConfig) -> 
     if settings.layout != "sample":
         return
     if settings.one_object:
-        bad, why = [p.name for p in points if p.shards > 1], "rows that one tensor-parallel rank has whole"
+        bad, why = [p.name for p in points if p.shards > 1], "points whose whole row is on one tensor-parallel rank"
     else:
         bad, why = [p.name for p in points if p.name != HIDDEN_STATES], "hidden_states alone"
     if bad:
@@ -74,7 +74,7 @@ class TapWatch:
         self._next: float | None = None
 
     def step(self, saves: bool) -> None:
-        """Called once a step. ``saves``: samples are about to be copied."""
+        """Run the check if it is due. Called once a step. ``saves``: samples are about to be copied."""
         due = saves if self._next is None else self._clock() >= self._next
         if due:
             self._look()

@@ -5,15 +5,15 @@ Read from the source of the released packages, and checked for the tested ones (
 ====== ================================================== =======================
 vLLM   axes of the hidden-state cache's view              ``has_pending_block_frees``
 ====== ================================================== =======================
-0.28   ``[blocks, block_size, layers, hidden]``           not asked
-0.29   ``[blocks, layers, block_size, hidden]``           not asked
-0.30   ``[blocks, layers, block_size, hidden]``           asked every step
+0.28   ``[blocks, block_size, layers, hidden]``           not called
+0.29   ``[blocks, layers, block_size, hidden]``           not called
+0.30   ``[blocks, layers, block_size, hidden]``           called every step
 ====== ================================================== =======================
 
 The axes changed with vLLM's pull request 51718. Between 0.31 and 0.32 nothing that the connector uses differs: the
 additions to its base class (the tier of external cache hits, the groups that a load restores) concern loading.
-In 0.33 the V2 model runner asks for the results before the drafter runs, as V1 does, and a connector class says whether
-it supports sleep mode (default: yes).
+In 0.33 the V2 model runner asks for the results before the drafter runs, as V1 does, and a connector class declares
+whether it supports sleep mode (default: yes).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check_version(version: str) -> None:
     if release is not None and release < OLDEST:
         raise ConfigError(
             f"HiddenStatesConnector: expected vLLM {OLDEST[0]}.{OLDEST[1]} or newer (tested: {first} to {last}), got "
-            f"{version}. Its scheduler does not ask a connector whether blocks will be freed; with a slow store it "
+            f"{version}. Its scheduler does not ask a connector whether blocks will be freed. With a slow store it "
             f"preempts requests or schedules none. Install vLLM {last}"
         )
     if release is None or not TESTED[0] <= release <= TESTED[1]:

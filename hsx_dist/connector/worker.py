@@ -232,8 +232,10 @@ def pin(memory: torch.Tensor) -> None:
 
 
 def unpin(memory: torch.Tensor) -> None:
-    """Undo ``pin``. Memory that is freed while registered stays registered, and so does any later memory at its
-    address."""
+    """Undo ``pin``.
+
+    Memory that is freed without this call stays registered. Later memory at its address then counts as registered too.
+    """
     code = int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
     if code != 0:
         log.warning("cudaHostUnregister of %d bytes failed with error %d", memory.numel(), code)

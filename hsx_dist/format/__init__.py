@@ -1,1 +1,1 @@
-"""What a stored object is: codecs, the container, receipts and the manifest."""
+"""The stored objects: codecs, the container, receipts and the manifest."""

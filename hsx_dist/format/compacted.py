@@ -20,15 +20,17 @@ from hsx_dist.store import Store
 MAX_COMPACTED_BYTES = 4 << 30
 #: zstd's window for the levels up to 19. A frame names its window size, and libzstd allocates it.
 _MAX_WINDOW = 8 << 20
-#: Bytes of all lines, and of one line, that are read without a check, and additional bytes for each compressed byte.
-#: Above that, the single receipts must prove the size: compressed bytes can expand 32,000 times.
-_FREE_BYTES, _EXPANSION = 4 << 20, 32
+#: One line, or all lines, may have this many bytes without proof. Above the limit, the sizes of the single receipts
+#: must prove the size: compressed bytes can expand 32,000 times.
+_FREE_BYTES = 4 << 20
+#: Each compressed byte raises the limit for all lines by this many bytes.
+_EXPANSION = 32
 _OWN = (rb'"attempt":([0-9]{1,9}),', rb'"writer":"([A-Za-z0-9._-]{1,128})",', rb'"seq":([0-9]{1,9}),')
 _INSTEAD = "Restore it, or remove the attempt's .complete.json so that the single receipts are read"
 
 
 def pack_receipts(receipts: Sequence[Receipt]) -> tuple[bytes, int]:
-    """The receipts as compressed lines, and the lines' size. Compresses each line alone: all may have gigabytes."""
+    """The receipts as compressed lines, and the lines' size. Compresses one line at a time: all may have gigabytes."""
     compressor = zstandard.ZstdCompressor(level=3).compressobj()
     packed, size = [], 0
     for receipt in receipts:
@@ -53,7 +55,9 @@ def read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Receip
             raise FormatError(f"{where}: expected at most {MAX_COMPACTED_BYTES} bytes, got {about['size']}. {_INSTEAD}")
         packed = store.get(about["name"], about["size"] + 1)
     except NotFound as e:
-        raise IntegrityError(f"{where}: expected the compacted manifest of a completed attempt, got no object") from e
+        raise IntegrityError(
+            f"{where}: expected the compacted manifest of a completed attempt, got no object. {_INSTEAD}"
+        ) from e
     found = crc32c_hex(crc32c(packed))
     if len(packed) != about["size"] or found != about.get("crc32c"):
         raise IntegrityError(
@@ -76,7 +80,7 @@ def read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Receip
                     break
                 yield Receipt.from_json(line.rstrip(b"\n"), f"{where}, line {number}")
     except zstandard.ZstdError as e:
-        raise FormatError(f"{where}: expected a zstandard frame, got an error from zstd: {e}") from e
+        raise FormatError(f"{where}: expected a zstandard frame, got an error from zstd: {e}. {_INSTEAD}") from e
     if (size, number) != (about["raw_size"], about["receipts"]):
         raise FormatError(
             f"{where}: expected {about['receipts']} receipts of {about['raw_size']} bytes in all, got at least "

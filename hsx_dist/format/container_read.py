@@ -79,7 +79,8 @@ class Part:
     ) -> Part:
         """Read and check the header.
 
-        ``header_bytes`` and ``size``: from a receipt. With both, one request; each omitted argument costs one more.
+        ``header_bytes`` and ``size``: from a receipt. With both, opening takes one request; each omitted argument costs
+        one more.
         ``front_bytes``: bytes of data to fetch in the same request and keep. All token ids are at the front.
 
         Raises:
@@ -101,7 +102,7 @@ class Part:
     @classmethod
     def _open(cls, store: PartSource, name: str, header_bytes: int | None, size: int, front_bytes: int) -> Part:
         if header_bytes is not None and not 8 <= header_bytes <= 8 + MAX_HEADER_BYTES:
-            raise FormatError(f"expected a safetensors header, got one of {header_bytes} bytes")
+            raise FormatError(f"expected a header of 8 to {8 + MAX_HEADER_BYTES} bytes, got a claim of {header_bytes}")
         data = _ranges(store, name, [(0, 8 if header_bytes is None else header_bytes + front_bytes)])[0]
         length = 8 + struct.unpack_from("<Q", data)[0]
         if length - 8 > MAX_HEADER_BYTES or length > size:
@@ -391,8 +392,8 @@ def _positions(info: SegmentInfo, layers: Sequence[int] | None) -> list[int]:
     positions = {layer: k for k, layer in enumerate(info.layer_ids)}
     unknown = [layer for layer in layers if layer not in positions]
     if unknown:
-        stored = ", ".join(map(str, info.layer_ids)) or "layers without ids. Read them with layers=None"
-        raise ConfigError(f"layers: {unknown} are not stored; stored are {stored}")
+        stored = f"layers among {list(info.layer_ids)}" if info.layer_ids else "layers=None, since no layer has an id"
+        raise ConfigError(f"layers: expected {stored}, got {unknown}. Request stored layers only")
     return [positions[layer] for layer in layers]
 
 
@@ -405,7 +406,8 @@ def _place(out: np.ndarray[Any, Any], x: np.ndarray[Any, Any], span: tuple[int, 
 def _check(crc: int, expected: int, what: str) -> None:
     if crc != expected:
         raise IntegrityError(
-            f"{what}: expected crc32c {crc32c_hex(expected)}, got {crc32c_hex(crc)}: the bytes changed"
+            f"{what}: expected crc32c {crc32c_hex(expected)}, got {crc32c_hex(crc)}: the bytes changed. Restore the "
+            "object, or delete it and compute its samples again"
         )
 
 
@@ -416,7 +418,7 @@ def _ranges(store: PartSource, name: str, ranges: Sequence[tuple[int, int]]) -> 
         raise FormatError(f"cut short: {e}") from e
     for (start, stop), view in zip(ranges, views, strict=True):
         if view.nbytes != stop - start:
-            raise FormatError(f"cut short: expected {stop - start} bytes at {start}, got {view.nbytes}")
+            raise FormatError(f"expected {stop - start} bytes at {start}, got {view.nbytes}: the object was cut short")
     return views
 
 

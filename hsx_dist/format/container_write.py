@@ -180,7 +180,8 @@ class SegmentEncoder:
             missing = [c for c in range(info.num_chunks) if c not in self._done]
             if missing:
                 raise ValueError(
-                    f"{_where(info.segment)}: {len(missing)} of {info.num_chunks} pages are missing: {missing[:8]}"
+                    f"{_where(info.segment)}: expected {info.num_chunks} pages, got {len(missing)} fewer: "
+                    f"{missing[:8]} are missing"
                 )
             chunks = [self._done[c] for c in range(info.num_chunks)]
         token_ids = np.concatenate([c.token_ids for c in chunks])

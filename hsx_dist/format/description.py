@@ -207,7 +207,7 @@ class Description:
             {k: v for k, v in row.items() if k not in common} | _meta(info)
             for row, info in zip(rows, self.segments, strict=True)
         )
-        # One segment after the other: decoded metadata takes many times the memory of its text.
+        # Encode one segment at a time: decoded metadata takes many times the memory of its text.
         return f'{_compact(body)[:-1]},"segments":[{",".join(map(_compact, segments))}]}}'
 
     @classmethod

@@ -83,7 +83,8 @@ def parse_header(body: bytes, data_bytes: int) -> tuple[Description, Mapping[str
     crc = crc32c_hex(crc32c(text.encode("utf-8", "surrogatepass")))
     if metadata.get("hsx_crc32c") != crc:
         raise IntegrityError(
-            f"description: expected crc32c {shown(metadata.get('hsx_crc32c'))}, got {crc}: the description changed"
+            f"description: expected crc32c {shown(metadata.get('hsx_crc32c'))}, got {crc}: the description changed. "
+            "Restore the object, or delete it and compute its samples again"
         )
     description = Description.from_json(text, len(entries))
     if description.format != version:

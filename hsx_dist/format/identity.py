@@ -77,8 +77,11 @@ def _same_column(part: Part, i: int, segment: EncodedSegment) -> bool:
 
 
 def is_of_another(part: Part, request: str, about: Mapping[str, Any]) -> bool | None:
-    """Whether a stored part is of another request than that with this hash. Does not compare tokens, as the request has
-    none stored. None: unknown, as a part of an earlier version does not name its request."""
+    """Whether a stored part belongs to another request than ``request`` (a hash).
+
+    Tokens are not compared, since the request stored none. Returns None if the part does not name its request: an
+    earlier version wrote it.
+    """
     if not _same_model(part, about):
         return True
     identity = part.segments[0].segment.meta.get(IDENTITY)

@@ -88,7 +88,9 @@ def get_small(store: Store, name: str, most: int, size: int | None = None) -> by
         if len(data) <= limit:
             return data
     got = "more" if size is None else f"{size} or more"
-    raise FormatError(f"{store.url}/{name}: expected at most {min(most, limit)} bytes, got {got}. It is damaged")
+    raise FormatError(
+        f"{store.url}/{name}: expected at most {min(most, limit)} bytes, got {got}. It is damaged. Restore it"
+    )
 
 
 def read_json(store: Store, name: str) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def parse_object(data: bytes, where: str, *, values: int = MAX_JSON_VALUES, cons
     try:
         found = parse_json(data, floats=True, constants=constants)
     except FormatError as e:
-        raise FormatError(f"{where}: not JSON: {e}") from e
+        raise FormatError(f"{where}: {e}") from e
     if not isinstance(found, dict):
         raise FormatError(f"{where}: expected a JSON object, got a {type(found).__name__}")
     check_depth(found, where)
@@ -202,7 +204,7 @@ def list_of(check: MemberCheck) -> MemberCheck:
     def checked(value: Any) -> str | None:
         if isinstance(value, list | tuple):
             wrong = next((expected for v in value if (expected := check(v)) is not None), None)
-            return None if wrong is None else f"a list of which each value is {wrong}"
+            return None if wrong is None else f"a list in which each value is {wrong}"
         return "a list"
 
     return checked
@@ -214,7 +216,7 @@ def object_of(check: MemberCheck) -> MemberCheck:
     def checked(value: Any) -> str | None:
         if isinstance(value, dict):
             wrong = next((expected for v in value.values() if (expected := check(v)) is not None), None)
-            return None if wrong is None else f"an object of which each value is {wrong}"
+            return None if wrong is None else f"an object in which each value is {wrong}"
         return "an object"
 
     return checked

@@ -34,8 +34,10 @@ class KeyIndex:
         self._sort_many()
 
     def add_new(self, keys: Sequence[str], first: int) -> bool:
-        """Add ``keys`` with the places from ``first`` on. Returns False and adds nothing when a key is given twice, or
-        may be in the index (its hash is)."""
+        """Add ``keys`` with the places from ``first`` on.
+
+        Returns False and adds nothing if a key is given twice, or if the index already has its hash.
+        """
         if len(set(keys)) < len(keys) or not self._recent.keys().isdisjoint(keys):
             return False
         hashes, n = self._hashes, len(self._hashes)

@@ -179,7 +179,7 @@ class Manifest:
 
     def several(self) -> Iterator[tuple[SampleRecord, tuple[int, str, int]]]:
         """The samples that the mask of ``columns`` does not select, each with the id of the first receipt that proves
-        its begin. The receipt may be of a part that was lost since."""
+        its first segment. The part of that receipt may be lost since."""
         self._decide()
         for key, places in self._chosen.items():
             named = (self._receipt(p) for p in self._many[key] if self._begins(p))
@@ -273,7 +273,7 @@ class Manifest:
             self._dirty[fate.key] = None
 
     def _decide(self) -> None:
-        """Settle all changed keys. Not done for each receipt: a sample in n receipts would take n² steps."""
+        """Settle all changed keys. Do not call it for each receipt: a sample in n receipts would take n² steps."""
         dirty, self._dirty = self._dirty, {}
         for key in dirty:
             self._settle(key)

@@ -7,14 +7,14 @@ to live. An object has at most two markers, with this protocol:
   whether the object exists or not. No server replaces or removes it. An operator may remove it at any time, ``hsx gc``
   only after the object is gone: while the object exists, readers of the other request must not find it.
 - The failure marker (``marker_name``): a request stored nothing. For a *key* it has ``"until_stored": true``, and
-  readers raise only if the object does not exist. Without that member it is for a *path*. A path's objects are
-  replaced, so the object is an earlier request's, and readers raise. Readers also raise for a marker of an earlier
-  version, which may be a conflict marker under this name. ``hsx gc`` removes these markers only after the object is
-  gone.
+  readers raise only if the object does not exist. Without that member the marker is for a *path*. Objects at a path are
+  replaced, so an existing object belongs to an earlier request, and readers raise. Readers also raise for a marker of
+  an earlier version, which may be a conflict marker under this name. ``hsx gc`` removes these markers only after the
+  object is gone.
 
-The object of a key is put with put-if-absent. It is only ever replaced by the same object with a later end. So after it
-is stored, readers of a key depend on two facts: the object and the conflict marker. No process reverts either, so the
-order in which servers put and clear markers does not matter. A conflict is detected in every order:
+The object of a key is put with put-if-absent. It is replaced only by the same object with a later expiry. So after the
+object is stored, readers of a key depend on two facts: the object and the conflict marker. No process reverts either.
+So the order in which servers put and clear markers does not matter. A conflict is detected in every order:
 
 - If a second sample was computed, its put-if-absent fails, and its server puts the conflict marker.
 - If a request stores nothing, the server first puts the failure marker and then reads the object.
@@ -48,7 +48,7 @@ RUN_NAMES = frozenset(
         *("attempts", "consumed", "data", "manifest", "removed", "report", "statistics"),
     }
 )
-#: Prefix → pattern of the names with it that a run gives to its objects, relative to its description's folder.
+#: Prefix → pattern of the names that a run gives to its objects with that prefix, relative to its description's folder.
 OBJECTS_OF_A_RUN = {
     "attempts/": re.compile(r"attempts/[0-9]{4,9}(\.heartbeat|\.closed|\.complete)?\.json"),
     "manifest/": re.compile(r"manifest/([0-9]{4,9}/[A-Za-z0-9._-]+/[0-9]{6,9}\.json|compacted-[0-9]{4,9}\.jsonl\.zst)"),

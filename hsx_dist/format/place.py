@@ -64,7 +64,8 @@ _FORMATS = {"hsx-run/1": 1, "hsx-run/2": 2}
 _ID = re.compile(r"[0-9a-f]{16}")
 _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
 _FOLDER = re.compile(r"run-[0-9a-f]{16}/")
-#: No model has more. `hsx ls` prints the ids with each sample, and statistics are an object for each layer.
+#: Limit of the layer ids in a description. `hsx ls` prints the ids with each sample, and statistics have an object for
+#: each layer. No model has more layers.
 _MOST_LAYERS = 1024
 #: After this many objects of a run's folder, the listing ends and another one skips the rest of the folder.
 _LOOKED_AT = 1000
@@ -257,7 +258,9 @@ def close_place(root: Store) -> None:
     if place is None and number > 1:
         return  # a version 1 driver refuses the existing tombstone
     if place is not None or not put_own(root, _pointer(number), _tombstone("none", 1)):
-        raise RunError(f"{root.url}: expected no run, got a run that was just started. Look at it, then try again")
+        raise RunError(
+            f"{root.url}: expected no run, got a run that was just started. Check it with `hsx ls`, then try again"
+        )
 
 
 def _tombstone(run_id: str, version: int) -> bytes:

@@ -143,8 +143,11 @@ class Receipt:
         try:
             return _receipt(body)
         except (KeyError, TypeError, ValueError) as e:
-            what = f"no member {e}" if isinstance(e, KeyError) else str(e)
-            raise FormatError(f"{where}: not a receipt: {what}. It was not written by hsx_dist, or is damaged") from e
+            what = f"it lacks the member {e}" if isinstance(e, KeyError) else str(e)
+            raise FormatError(
+                f"{where}: expected a receipt, got an invalid one ({what}). It was not written by hsx_dist, or is "
+                "damaged. Restore it"
+            ) from e
 
 
 def _open(data: bytes, where: str) -> _Json:
@@ -152,7 +155,7 @@ def _open(data: bytes, where: str) -> _Json:
     if not (data.startswith(_BEFORE_CRC) and data[_HEADER - len(_AFTER_CRC) : _HEADER] == _AFTER_CRC):
         raise FormatError(
             f"{where}: expected a receipt, which begins with {_BEFORE_CRC.decode()!r}, got {data[:24]!r}. It was not "
-            "written by hsx_dist, or is damaged"
+            "written by hsx_dist, or is damaged. Restore it"
         )
     text, stored = data[_HEADER:-1], data[len(_BEFORE_CRC) : len(_BEFORE_CRC) + 8]
     found = crc32c_hex(crc32c(text))
@@ -164,7 +167,7 @@ def _open(data: bytes, where: str) -> _Json:
     try:
         body = parse_json(text, floats=True)
     except FormatError as e:
-        raise FormatError(f"{where}: not JSON: {e}") from e
+        raise FormatError(f"{where}: {e}. The receipt is damaged. Restore it") from e
     if not isinstance(body, dict) or body.get("format") not in (_FORMAT, _FORMAT_OF_COLUMNS):
         got = body.get("format") if isinstance(body, dict) else body
         expected = f"{_FORMAT!r} or {_FORMAT_OF_COLUMNS!r}"
@@ -187,7 +190,7 @@ def _receipt(b: _Json) -> Receipt:
             raise ValueError(f"part: expected a relative name, got {part[:80]!r}")
     segments = _segments(b["segments"], len(segment_columns), b.get("contents"))
     if part is None and segments:
-        raise ValueError("segments without a part")
+        raise ValueError("part: expected the name of the part that has the segments, got none")
     if several != segments.several_columns:
         raise ValueError(f"format: expected {_FORMAT!r} for samples of one column, got {shown(b['format'])}")
     receipt = Receipt(

@@ -109,7 +109,7 @@ def list_logs(store: Store) -> dict[Log, int]:
 def seal_logs(store: Store, logs: Mapping[Log, int], by: str) -> None:
     """Seal each log. When this returns, the receipts of these logs are final.
 
-    ``logs``: by log, its highest known number. ``by``: who seals it, for people.
+    ``logs``: by log, its highest known number. ``by``: the sealing process, for error messages.
 
     Raises:
         StoreError: raised by the store. Some of the logs may be sealed.
@@ -181,10 +181,11 @@ class LogReader:
 
 
 def _behind(log: Log, last: int, name: str) -> str:
-    """The name after which a listing finds the receipts of ``log`` behind number ``last``. ``name``: where it is now.
+    """The name after which a listing finds the receipts of ``log`` with numbers above ``last``.
 
-    Names sort by their text: number 1,000,000 is before 100,001. If that place is before ``name``, all new receipts
-    have been listed, or the next read lists the others: the result skips the rest of the log.
+    ``name``: the name that the listing has reached. Names sort by their text: number 1,000,000 is before 100,001. If
+    the wanted place is before ``name``, the result skips the rest of the log. All new receipts have then been listed,
+    or the next read lists the others.
     """
     rest = f"{receipt_name(*log, 1).rpartition('/')[0]}/~"
     if last == LARGEST_NUMBER:

@@ -176,7 +176,7 @@ def _seal(store: Store, attempts: Sequence[int], by: int) -> None:
 
 
 def refuse_version_1(store: Store, attempt: int) -> None:
-    """Prevent a version 1 driver from running next to this one: it reads the seal as a damaged receipt, and refuses to
+    """Prevent a version 1 driver from running at the same time. It reads the seal as a damaged receipt, and refuses to
     start."""
     seal_logs(store, {(attempt, _VERSION_2): 0}, f"attempt {attempt}")
 

@@ -20,7 +20,8 @@ from hsx_dist.store.base import Buffer
 from hsx_dist.store.folders import open_own, opened
 
 _TRAILER = 4  # bytes: the crc32c of the data before it
-#: A process checks the folder's size with this probability per file, and after adding this share of the limit.
+#: A process checks the folder's size with this probability after each new file, and after adding this share of the
+#: limit.
 _LOOK = 1 / 64
 _NEW = ".new-"
 _FOLDER = re.compile("[0-9a-f]{2}")

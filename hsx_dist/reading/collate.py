@@ -23,7 +23,7 @@ def pad(
     Args:
         ids: the name of the token ids.
         multiple: round S up to a multiple of this number.
-        length: S itself. Longer items are cut.
+        length: S, in place of the longest item's length. Longer items are cut.
         pad_id: id for padding.
 
     Returns:
@@ -119,7 +119,9 @@ def _same(items: Sequence[Item]) -> Sequence[Item]:
     names = set(items[0])
     for item in items:
         if set(item) != names:
-            raise ConfigError(f"items: expected the same names in all, got {sorted(names)} and {sorted(item)}")
+            raise ConfigError(
+                f"items: expected the same names in all, got {sorted(names)} and {sorted(item)}. Use one data set"
+            )
     return items
 
 

@@ -18,6 +18,7 @@ from hsx_dist.page import Segment, token_hash
 
 #: Name of the attached array that marks the tokens that count in training.
 LOSS_MASK = "loss_mask"
+_REPAIR = "Restore the part, or delete it and run the extraction again"
 
 
 class SampleColumn:
@@ -54,13 +55,13 @@ class SampleColumn:
             if proof.slot >= len(found) or not agrees(found[proof.slot], proof):
                 raise IntegrityError(
                     f"{self._url}/{proof.part}: expected {proof.segment} at place {proof.slot}, as its receipt says, "
-                    f"got {found[proof.slot].segment if proof.slot < len(found) else 'nothing'}"
+                    f"got {found[proof.slot].segment if proof.slot < len(found) else 'nothing'}. {_REPAIR}"
                 )
             info = found[proof.slot]
             if proof.token_hash and proof.raw_bytes != info.raw_bytes:  # readers limit their memory by it
                 raise IntegrityError(
                     f"{self._url}/{proof.part}: expected {proof.raw_bytes} bytes of states in {proof.segment}, as its "
-                    f"receipt says, got {info.raw_bytes}"
+                    f"receipt says, got {info.raw_bytes}. {_REPAIR}"
                 )
             self._infos[i] = info
             if i and not _is_of_one_column(info, self.first):
@@ -143,7 +144,7 @@ class SampleColumn:
         if proof.token_hash and token_hash(ids) != proof.token_hash:
             raise IntegrityError(
                 f"{self._url}/{proof.part}: expected token ids of hash {proof.token_hash} for {self.key!r}, as its "
-                f"receipt says, got {token_hash(ids)}"
+                f"receipt says, got {token_hash(ids)}. {_REPAIR}"
             )
 
 
@@ -212,7 +213,7 @@ class PointColumns:
     def load(
         self, layers: Sequence[int] | None, start: int, stop: int, *, masked: bool = False, empty: Empty | None = None
     ) -> Loaded:
-        """Load whole rows: carrier ``[n, L, width]``. Otherwise as ``SampleColumn.load``.
+        """Load whole rows: carrier ``[n, L, width]``. Arguments and other results: as ``SampleColumn.load``.
 
         Raises:
             IntegrityError: the shards' token ids differ.

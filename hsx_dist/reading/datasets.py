@@ -100,7 +100,7 @@ def _require_followable(source: Source, shuffle: bool, repeat: bool) -> None:
             "order in which they are proven"
         )
     if isinstance(source, Selection):
-        raise ConfigError("follow: expected a run, got a Selection, which has no later samples. Give its run")
+        raise ConfigError("follow: expected a run, got a Selection, which has no later samples. Pass its run")
 
 
 class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
@@ -250,7 +250,9 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def __len__(self) -> int:
         """Number of samples of this rank in an epoch, over all its workers."""
         if self._follow is not None:
-            raise TypeError("a data set with follow has no length: its run may still grow")
+            raise TypeError(
+                "expected a data set without follow for its length, got follow: the run may still grow. Do not use len"
+            )
         return len(range(self._rank, len(self._reader.selection), self._world))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -25,7 +25,7 @@ from hsx_dist.store.base import Conditional, Folders, check_name, not_conditiona
 def readable(store: Store, unreadable: Callable[[str], None]) -> Iterator[ObjectInfo]:
     """List the store's objects, and call ``unreadable`` with the name of each folder that cannot be read.
 
-    Only for code that handles each object alone. If a missing object has a meaning, as in a run, use ``Store.list``.
+    Use it only if each object is handled alone. In a run, a missing object has a meaning: use ``Store.list`` there.
     """
     return store.list_readable(unreadable) if isinstance(store, Folders) else store.list()
 
@@ -77,7 +77,7 @@ def _end(store: Store, name: str, size: int | None = None) -> float | None:
 
 
 def _hides(store: Store, marker: str) -> bool:
-    """Whether the marker makes readers raise although there is an object."""
+    """Whether readers raise because of the marker even if the object exists."""
     try:
         if read_json(store, marker).get("until_stored") is True:
             return False
@@ -119,7 +119,7 @@ def require_conditional_deletes(store: Store) -> None:
 def remove(store: Store, name: str, now: float | None = None) -> bool:
     """Delete an object or marker if it has expired, and an object's lock file. Return whether it was deleted.
 
-    A marker that hides an object is kept as long as the object. Without the marker, readers of a request that failed
+    A marker that hides an object is deleted only after the object. Without the marker, readers of a request that failed
     or conflicted would get the object of another request.
 
     A server may store the same name again at any moment. The version is read before the expiry, and the delete is

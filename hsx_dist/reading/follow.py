@@ -129,14 +129,14 @@ class Follower:
         self._lost.pop(record.key, None)
 
     def lost(self, record: SampleRecord) -> None:
-        """Record a sample whose part is missing, so that the consumer does not have it. Otherwise as ``done``."""
+        """Record a sample that the consumer could not read, since its part is missing. Call it in place of ``done``."""
         self.done(record)
         self._lost[record.key] = record
 
     def computed_again(self) -> Iterator[SampleRecord]:
         """Yield lost samples that an attempt may have stored again in other parts. Iterate after the run's end.
 
-        Call ``given`` for them, not ``done``.
+        Call ``given`` for each yielded sample, not ``done``.
         """
         for key, before in tuple(self._lost.items()):
             record = self._manifest.samples.get(key)
@@ -144,7 +144,7 @@ class Follower:
                 yield record
 
     def given(self, record: SampleRecord) -> None:
-        """Record that the consumer has this sample, which was lost before."""
+        """Record that the consumer now has this sample, which was recorded as lost."""
         self._lost.pop(record.key, None)
 
     def __iter__(self) -> Iterator[SampleRecord | None]:

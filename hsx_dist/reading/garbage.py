@@ -32,8 +32,8 @@ from hsx_dist.store.base import Folders
 def unproven(place: Place, *, seal: bool) -> list[ObjectInfo]:
     """List parts that no receipt names, and parts that are marked as removed.
 
-    ``seal``: first stop the writers of parts without a receipt, so that no receipt can name them later. Only then may
-    the parts be deleted.
+    ``seal``: first stop the writers of parts without a receipt, so that no receipt can name these parts later. Delete
+    the parts only after a call with ``seal``.
 
     Raises:
         FormatError, IntegrityError: the manifest is damaged, so that no part is known to be garbage.
@@ -82,7 +82,7 @@ def _unfinished_of(root: Store, folders: tuple[str, ...]) -> Iterator[ObjectInfo
     def unreadable(folder: str) -> None:
         if f"{folder}/".startswith(folders):
             raise Denied(
-                f"list {root.url}/{folder}: expected a readable folder of the run, got no access. Ask its owner"
+                f"list {root.url}/{folder}: expected a readable folder of the run, got no access. Make it readable"
             )
 
     return (i for i in unfinished(root, unreadable=unreadable) if "/" not in i.name or i.name.startswith(folders))

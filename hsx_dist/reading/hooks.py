@@ -12,8 +12,9 @@ from hsx_dist.reading.sample import Sample
 def stream_place(sample: Sample, layer: int, num_layers: int | None = None) -> tuple[str, int]:
     """Return the point and layer under which ``sample`` stores a layer of the residual stream.
 
-    That is ``hidden_states``. A sample without it has the same rows as ``resid_pre``, and those of the model's last
-    layer as ``resid_final``. It need not have the returned layer.
+    The point is ``hidden_states`` if the sample has it, unless only the alternative has the layer. The alternative has
+    the same rows: ``resid_final`` for the model's last layer, else ``resid_pre``. The sample may lack the returned
+    layer.
 
     Args:
         layer: vLLM's id, 0 (the embeddings) to the model's number of layers.

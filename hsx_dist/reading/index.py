@@ -174,7 +174,7 @@ class _Several:
         return found
 
     def segments(self, i: int, parts: Sequence[Receipt]) -> tuple[SegmentProof, ...]:
-        """As ``SampleRecord.segments``."""
+        """The segments of sample ``i``, as in ``SampleRecord.segments``."""
         key, span = self.keys[i], slice(int(self._starts[i]), int(self._ends[i]))
         found = []
         for row, hashes in zip(self._numbers[span].tolist(), self._hashes[span].tolist(), strict=True):

@@ -51,5 +51,5 @@ class ItemReader:
         return self.spec.nbytes(self.run, index.keys[place], *sizes)
 
     def memory(self, prefetch_bytes: int) -> Empty | None:
-        """Allocator for the states of items. ``None`` (new memory) for numpy, where bf16 items are converted copies."""
+        """Allocator for the states of items. ``None`` (new memory) for numpy, which gets converted copies of bf16."""
         return reused_memory(prefetch_bytes) if resolve_framework(self.spec.framework) == "torch" else None

@@ -69,8 +69,8 @@ class ItemSpec:
         final = [new for name in dict.fromkeys((*names, *self.rename)) if (new := self.rename.get(name, name))]
         if twice := sorted({name for name in final if final.count(name) > 1}):
             raise ConfigError(
-                f"rename: expected a different name for each array, got {', '.join(twice)} for several. Rename the "
-                "other, or remove it with None (null)"
+                f"rename: expected a different name for each array, got {', '.join(twice)} for several. Rename one "
+                "of them, or remove it with None (null)"
             )
 
     @property
@@ -85,7 +85,9 @@ class ItemSpec:
             return  # only samples record the layers of their points
         missing = sorted(set(layers_of(self.layers, HIDDEN_STATES) or ()) - set(run.layer_ids))
         if missing and run.layer_ids:
-            raise ConfigError(f"layers: expected layers of {run.url} among {list(run.layer_ids)}, got {missing}")
+            raise ConfigError(
+                f"layers: expected layers of {run.url} among {list(run.layer_ids)}, got {missing}. Omit these layers"
+            )
 
     def span(self, num_tokens: int, key: str, epoch: int) -> tuple[int, int]:
         """The range ``[start, stop)`` to read of a sample of this length and key."""
@@ -143,7 +145,8 @@ class ItemSpec:
         for name in extra:
             if name not in attached:
                 raise ConfigError(
-                    f"{sample.uri}: expected an attached array {name!r} of {sample.key!r}, got only {sorted(attached)}"
+                    f"{sample.uri}: expected an attached array {name!r} of {sample.key!r}, got only "
+                    f"{sorted(attached)}. Correct rename"
                 )
             item[name] = to_ids(attached[name], self.framework)
         return {self.rename.get(name, name) or name: v for name, v in item.items() if self.rename.get(name, name)}
@@ -153,5 +156,8 @@ class ItemSpec:
         if LOSS_MASK in loaded:
             return loaded[LOSS_MASK] != 0
         if self.loss_mask == "raise":
-            raise ConfigError(f"{sample.uri}: expected an attached loss_mask of {sample.key!r}, got none")
+            raise ConfigError(
+                f"{sample.uri}: expected an attached loss_mask of {sample.key!r}, got none. Set loss_mask to 'ones', "
+                "or store masks"
+            )
         return to_ids(np.ones(len(loaded["token_ids"]), bool), self.framework)

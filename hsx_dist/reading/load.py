@@ -33,7 +33,7 @@ from hsx_dist.text import bounded, printable
 
 #: Seconds between two checks for a sample.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
-#: Errors that may end while waiting: an object can still be replaced, and a sample or its marker stored.
+#: Errors that a later try may not raise: the object may be replaced, and a sample or its marker may be stored.
 WORTH_WAITING = (NotFound, SampleConflict, SampleNotFound)
 _T = TypeVar("_T")
 
@@ -64,8 +64,8 @@ def load_hidden_states(
         wait: seconds to wait for the sample to appear, and on a file system also for its lock file ``PATH.lock``. A
             server holds that lock until it has stored the result of the request. If the producer recorded a failure,
             the wait ends at once.
-        identity: the answer's ``hidden_states_meta["identity"]``. Load only the sample of that request. Without it a
-            key that is used for two requests can give the other request's sample.
+        identity: the answer's ``hidden_states_meta["identity"]``. Load only the sample of that request. Without
+            ``identity``, a key that is used for two requests can give the other request's sample.
         storage_options: options for fsspec.
         framework: ``torch`` (the stored dtype), ``numpy`` (bf16 as float32), or ``auto``: torch if it is installed.
 
@@ -125,7 +125,7 @@ def load_object(
     identity: Mapping[str, str] | None = None,
     framework: Framework = "auto",
 ) -> dict[str, Any]:
-    """Load a sample of the object ``name`` in ``store``. Otherwise as ``load_hidden_states``."""
+    """Load a sample of the object ``name`` in ``store``. Other arguments and errors: as ``load_hidden_states``."""
 
     def load() -> dict[str, Any]:
         with object_sample(store, name, key, identity=identity) as sample:
@@ -167,7 +167,8 @@ def _require_identity(sample: Sample, identity: Mapping[str, str] | None, where:
         return
     if not isinstance(identity, Mapping) or not identity:
         raise ConfigError(
-            f"identity: expected the answer's hidden_states_meta[{IDENTITY!r}], got {printable(repr(identity), 200)}"
+            f"identity: expected the answer's hidden_states_meta[{IDENTITY!r}], got {printable(repr(identity), 200)}. "
+            "Pass it unchanged"
         )
     found = sample.meta.get(IDENTITY)
     if found != dict(identity):
@@ -198,18 +199,21 @@ def _wait_for(find: Callable[[], _T], seconds: float) -> _T:
 
 
 def _sample_in_run(store: Store, key: str, identity: Mapping[str, str] | None, opened: list[Run]) -> Sample:
-    """``opened`` caches the run between calls."""
+    """Return the sample of ``key`` in a run. ``opened`` caches the run between calls."""
     if opened:
         opened[0].refresh()
     else:
         try:
             opened.append(Run(store))
         except RunError as e:
-            raise NotFound(str(e)) from e  # a driver may still create the run: worth waiting
+            raise NotFound(str(e)) from e  # a driver may still create the run, so the caller waits
     run = opened[0]
     fate = run.fate_of(key)
     if fate is not None and (fate.fate == "refused" or run.complete):
-        raise SampleFailed(f"{run.url}: {key!r} was {fate.fate}: {bounded(fate.reason)}")
+        raise SampleFailed(
+            f"{run.url}: expected a sample {key!r}, got a row that is {fate.fate}: {bounded(fate.reason)}. Correct the "
+            "cause, then run the extraction again"
+        )
     sample = run[key]
     _require_identity(sample, identity, f"{store.url}: {key!r}")
     return sample
@@ -218,14 +222,15 @@ def _sample_in_run(store: Store, key: str, identity: Mapping[str, str] | None, o
 def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
     part = _part(store, name)
     where = f"{store.url.rstrip('/')}/{name}"
-    # The rule between objects and markers is in ``format.markers``.
+    # ``format.markers`` defines when a marker counts.
     failure = _marker(store, marker_name(name))
     if part is None and failure is not None:
         part = _part(store, name)  # the object may have been stored between the two requests
     conflict = _marker(store, conflict_name(name))
     for marker in (conflict, failure):
         if marker is not None and (part is None or marker.get("until_stored") is not True):
-            raise SampleFailed(f"{where}: its producer failed: {bounded(marker.get('error', 'no reason recorded'))}")
+            why = bounded(marker.get("error", "no reason recorded"))
+            raise SampleFailed(f"{where}: expected a sample, got a failed request: {why}")
     if part is None:
         if not name.endswith(OBJECT):
             _raise_run(store, name)
@@ -234,7 +239,8 @@ def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
     keys = sorted({segment.key for _, segment in found})
     if not found:
         raise SampleNotFound(
-            f"{where}: expected sample {key!r}, got an object with {len({s.segment.key for s in part.segments})} others"
+            f"{where}: expected sample {key!r}, got {len({s.segment.key for s in part.segments})} other samples. Check "
+            "the key"
         )
     if len(keys) > 1:
         raise ConfigError(
@@ -243,7 +249,7 @@ def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
     found.sort(key=lambda item: item[1].id)
     if not _is_whole([segment for _, segment in found]):
         raise SampleNotFound(
-            f"{where}: expected all segments of {keys[0]!r}, got only a piece. Load it from its run, by key"
+            f"{where}: expected all segments of {keys[0]!r}, got only some segments. Load it from its run, by key"
         )
     segments = [SegmentProof(segment, i, "", 0, 0, part=name) for i, segment in found]
     return Sample(keys[0] or PurePosixPath(name).stem, segments, lambda _: part, store.url)

@@ -47,7 +47,7 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         stop: Literal["first", "all"] = "first",
     ):
         if not datasets:
-            raise ConfigError("datasets: expected at least one, got none. Give at least one")
+            raise ConfigError("datasets: expected at least one, got none. Pass one or more")
         given = [float(len(d)) for d in datasets] if weights is None else list(weights)
         if len(given) != len(datasets) or any(not w > 0 for w in given):
             raise ConfigError(f"weights: expected {len(datasets)} positive numbers, got {given}")
@@ -106,7 +106,9 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         check_state(state, MIXED_MEMBERS, required=tuple(MIXED_MEMBERS))
         sizes = len(state["taken"]), len(state["datasets"])
         if sizes != (len(self._datasets),) * 2 or min(state["taken"]) < 0:
-            raise ConfigError(f"state: expected {len(self._datasets)} data sets, got {len(state['datasets'])}")
+            raise ConfigError(
+                f"state: expected {len(self._datasets)} data sets, got {len(state['datasets'])}. Mix the same data sets"
+            )
         for dataset, own in zip(self._datasets, state["datasets"], strict=True):
             dataset.load_state_dict(own)
         self._taken, self._resumed = list(state["taken"]), True

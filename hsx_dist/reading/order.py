@@ -72,7 +72,7 @@ def canonical_order(groups: _Array, *, shuffle: bool, buffer: int, seed: int, ep
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """``shards`` shards took ``taken`` samples each of the samples that remained before."""
+    """A division of the remaining samples: shard ``i`` of ``shards`` took ``taken[i]`` of them."""
 
     shards: int
     taken: tuple[int, ...]
@@ -80,7 +80,10 @@ class Dealt:
 
 @dataclass(slots=True)
 class EpochPosition:
-    """Position of one shard in an epoch: it has taken ``taken`` samples of its share of those that ``history`` left."""
+    """Position of one shard in an epoch: the first ``taken`` samples of its share are taken.
+
+    The shards divide the samples that remained after the divisions in ``history``.
+    """
 
     epoch: int
     shards: int
@@ -222,7 +225,9 @@ def merge_states(states: Any) -> dict[str, Any]:
 
 def _merge_shards(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not found:
-        raise ConfigError("states: expected the states of a HiddenStatesDataset, got none. Give those of all ranks")
+        raise ConfigError(
+            "states: expected the states of a HiddenStatesDataset, got none. Pass the states of all ranks"
+        )
     by_shard: dict[int, Mapping[str, Any]] = {}
     for state in found:
         check_state(state, _MEMBERS, required=("epoch", "history", "shards", "shard", "taken"))
@@ -235,10 +240,12 @@ def _merge_shards(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise ConfigError(f"states: expected shards of one data set, got states that differ in {name!r}")
     missing = list(islice((i for i in range(first["shards"]) if i not in by_shard), 8))
     if missing:
-        raise ConfigError(f"states: expected those of all {first['shards']} shards, got none of shards {missing}")
+        raise ConfigError(
+            f"states: expected those of all {first['shards']} shards, got none of shards {missing}. Add them"
+        )
     epochs = {state["epoch"] for state in found}
     if len(epochs) > 1:
-        raise ConfigError(f"states: expected shards in one epoch, got epochs {sorted(epochs)}")
+        raise ConfigError(f"states: expected shards in one epoch, got epochs {sorted(epochs)}. Save all in one step")
     taken = [by_shard[i]["taken"] for i in range(first["shards"])]
     return {**first, "history": [*first["history"], [first["shards"], taken]], "shards": None, "shard": 0, "taken": 0}
 
@@ -246,7 +253,9 @@ def _merge_shards(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _merge_mixed(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     size = len(states[0]["datasets"])
     if any(len(state[name]) != size for state in states for name in MIXED_MEMBERS):
-        raise ConfigError("states: expected mixtures of the same data sets, got different numbers of data sets")
+        raise ConfigError(
+            "states: expected mixtures of the same data sets, got different numbers. Merge states of one mixture"
+        )
     # The mixture depends only on the ratios of these numbers, which the mean keeps.
     taken = [sum(state["taken"][i] for state in states) / len(states) for i in range(size)]
     return {

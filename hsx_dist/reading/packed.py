@@ -77,7 +77,7 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
             arrays, document = self._arrays(item), digest(item["input_ids"])
             idle = 0 if len(item["input_ids"]) else idle + 1
             require_tokens(self._dataset, idle)
-            # If the sample that was cut is skipped this time, its count of given tokens does not apply to the next one.
+            # If the cut sample is skipped this time, its number of yielded tokens does not apply to the next sample.
             at, given = given if document == begun else 0, 0
             while at < len(item["input_ids"]):
                 batch = self._empty(arrays) if batch is None else batch
@@ -135,7 +135,7 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
     def state_dict(self) -> dict[str, Any]:
         """Position of the iteration, to the token; JSON types.
 
-        With a data set that has ``follow``, documents may come in another order after a resume. Then the resume repeats
+        With a data set that has ``follow``, documents may have another order after a resume. The resume then repeats
         the document in which the last batch ended.
 
         Example:

@@ -23,8 +23,8 @@ def read_ahead(
 ) -> Iterator[tuple[T, Future[R]]]:
     """Call ``work`` for each item in threads, ahead of the consumer. Yield ``(item, done future)`` in order.
 
-    ``items``: each item with the maximum size of its result in bytes. ``max_bytes`` limits the sum of three groups:
-    results being made, finished results, and the result yielded last. A single larger item is still processed.
+    ``items``: each item with the maximum size of its result in bytes. ``max_bytes`` limits the sum over running calls,
+    finished results, and the result yielded last. A single larger item is still processed.
 
     An item ``None`` is a pause: items after it are requested only when all earlier ones are consumed. An error of the
     source is raised after all items that precede it have been yielded.

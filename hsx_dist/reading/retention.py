@@ -96,7 +96,8 @@ class Retention:
             if record is None or rank_of(key, self._world) != self._rank:
                 raise RunError(
                     f"{self._store.url}: expected a sample of rank {self._rank} of {self._world} to acknowledge, "
-                    f"got {key!r}, which {'is not in the run' if record is None else 'another rank reads'}"
+                    f"got {key!r}, which {'is not in the run' if record is None else 'another rank reads'}. "
+                    "Acknowledge only samples that this rank has read"
                 )
             self._used.add(key)
             self._due |= self._manifest.parts_of(key)

@@ -30,8 +30,8 @@ log = get_logger(__name__)
 
 #: Headers kept. Neighbouring samples of a run are stored in the same few parts.
 _HEADERS = 64
-#: Up to this many bytes of token ids are fetched and kept with the header, in the same request. A sample then costs
-#: only one more.
+#: Up to this many bytes of token ids are fetched and kept with the header, in the same request. Reading a sample then
+#: costs only one more request.
 _MOST_IDS = 1 << 20
 
 
@@ -120,7 +120,8 @@ class _ProvenPart:
                 used = is_removed(self._store, name, self._place.version)
             if used:
                 raise SampleConsumed(
-                    f"{self.url}/{name}: removed after all its consumers had used it (dataset.retention)"
+                    f"{self.url}/{name}: expected a stored part, got none: it was removed after all consumers had used "
+                    "it (dataset.retention). To read its samples again, extract them to another output"
                 ) from e
             raise NotFound(
                 f"{self.url}/{name}: expected the part that a receipt names, got no such object: it was deleted or "
@@ -270,7 +271,7 @@ class Run:
 
     @property
     def refused(self) -> Mapping[str, RowFate]:
-        """Input rows that can never give a sample, with the reason."""
+        """Input rows that cannot produce a sample, with the reason."""
         return self.index.refused
 
     @property
@@ -334,12 +335,13 @@ class Run:
         if record is not None:
             return self.sample_of(record)
         if fate is not None:
-            why = f"its row {'was refused' if fate.fate == 'refused' else 'failed'}: {fate.reason}"
+            what = "was refused" if fate.fate == "refused" else "failed"
+            why = f"its row {what}: {fate.reason}. Correct the cause, then run the extraction again"
         elif not complete:
-            why = f"it is not stored yet; the run has {count} samples and is not complete"
+            why = f"the run has {count} samples and is not complete. Wait, then call Run.refresh"
         else:
-            why = f"the run is complete, with {count} samples, and none has this key. List keys with Run.keys or hsx ls"
-        raise SampleNotFound(f"{self.url}: no sample {key!r}: {why}")
+            why = f"the run is complete with {count} samples. List their keys with Run.keys or hsx ls"
+        raise SampleNotFound(f"{self.url}: expected a sample {key!r}, got none: {why}")
 
     def fate_of(self, key: str) -> RowFate | None:
         """The fate of the row of ``key`` if it ended without a sample, else ``None``."""
@@ -348,7 +350,7 @@ class Run:
     def _look_up(self, key: str = "") -> tuple[SampleRecord | None, RowFate | None, bool, int]:
         """The sample of ``key``, the fate of its row, whether the run is complete, and its number of samples.
 
-        All four are of the same moment. Reads the manifest if there is one: building an index takes time for each
+        All four are of the same moment. Reads the manifest if it is in memory: building an index takes time for each
         sample of the run.
         """
         self._require_process()

@@ -139,7 +139,9 @@ def _places_of(run: Run, index: Index, keys: Iterable[str]) -> list[int]:
         place = index.place(key)
         if place is None:
             run[key]  # raises SampleNotFound with the reason, unless a refresh has just added it
-            raise SampleNotFound(f"{run.url}: no sample {key!r} when the run was last refreshed")
+            raise SampleNotFound(
+                f"{run.url}: expected a sample {key!r} at the last refresh, got none. It is stored now: select again"
+            )
         found.append(place)
     return found
 

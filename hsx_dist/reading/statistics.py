@@ -168,7 +168,10 @@ def compute_statistics(
     from hsx_dist.reading.datasets import HiddenStatesDataset  # imports torch, which reading statistics does not need
 
     if skip_first < 0 or (max_tokens is not None and max_tokens < 1):
-        raise ConfigError(f"max_tokens, skip_first: expected at least 1 and 0, got {max_tokens} and {skip_first}")
+        raise ConfigError(
+            f"expected max_tokens of at least 1 and skip_first of at least 0, got {max_tokens} and {skip_first}. "
+            "Correct them"
+        )
     ids = _layers_of(run, point) if layers is None else tuple(layers)
     if not ids:
         raise ConfigError(f"{run.url}: expected layers of {point}, got none. Name those that are stored (--layers)")

@@ -113,7 +113,9 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         require_dataset(dataset, loss_mask=only_loss)
         require_positive(batch_tokens=batch_tokens, buffer_tokens=buffer_tokens)
         if not isinstance(cast(Any, keep), Real) or not 0 <= keep < 1:
-            raise ConfigError(f"keep: expected a fraction from 0 to less than 1, got {keep!r}. 0.5 is usual")
+            raise ConfigError(
+                f"keep: expected a fraction from 0 to less than 1, got {keep!r}. Set such a fraction, usually 0.5"
+            )
         if not isinstance(cast(Any, seed), Integral) or seed < 0:
             raise ConfigError(f"seed: expected an integer of at least 0, got {seed!r:.100}. Correct it")
         dataset.name_layers()
@@ -139,7 +141,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         try:
             yield from self._rounds(resume)
         except _Changed:
-            # A sample is skipped now, or no longer skipped. Batches differ and tokens are repeated, but none is lost.
+            # Another set of samples is skipped than before. Batches differ and tokens are repeated, but none is lost.
             self._dataset.load_state_dict(resume["dataset"])
             yield from self._rounds({**resume, "blocks": [], "batches": 0, "buffers": resume.get("oldest", 0)})
         self._state = None
@@ -183,10 +185,10 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             if given < skip or (self._drop_last and len(places) < self._batch):
                 slots.free.append(places)
                 continue
-            refill.read((given + 1) / batches)  # else the first batch of the next round waits for the whole refill
+            refill.read((given + 1) / batches)  # without this, the next round's first batch waits for the whole refill
             rows = slots.get(places)
             slots.free.append(places)
-            # With follow, samples come in another order after a resume, so that no rows can be skipped.
+            # With follow, a resume may yield samples in another order, so that it must not skip rows.
             again = {"rows": 0, "batches": 0, "blocks": [], "buffers": where["oldest"]}
             self._state = {**where, **self._own, **(again if self._dataset.follows else {"batches": given + 1})}
             one_layer = [name for name in self._dataset.states if rows[name].shape[1] == 1]
@@ -200,7 +202,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         The last block holds the remaining tokens. ``left``: set when the consumer has stopped; ends the reading.
         """
         skip_rows, first, last = at.get("rows", 0), at.get("first", ""), dict(at["dataset"])
-        # The position before the sample in which the current block begins, and its rows that are in earlier blocks.
+        # The position before the sample in which the current block begins. ``rows``: its rows in earlier blocks.
         begin = {"rows": skip_rows, "first": first, "dataset": last}
         held: list[Places] = []
         lot, size, idle = np.empty(0, np.int64), 0, 0

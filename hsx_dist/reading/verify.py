@@ -29,7 +29,7 @@ from hsx_dist.store import Store
 # All exponent bits are set: infinity or NaN.
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 _TALLIED = ("bytes", "non_finite", "all_zero")
-#: Most names in ``VerifyReport.bad_samples``.
+#: Maximum number of names in ``VerifyReport.bad_samples``.
 MOST_NAMED = 20
 _SIGN = {"bfloat16": 0x8000, "float16": 0x8000, "float32": 0x80000000}
 

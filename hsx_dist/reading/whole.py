@@ -9,7 +9,7 @@ from hsx_dist.errors import ConfigError
 
 
 def require_whole(key: str, meta: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if a sample lacks tokens that come before its last one. The request may go on after it.
+    """Raise ``ConfigError`` if a sample lacks tokens before its last token. Later tokens of the request may be missing.
 
     ``meta``: as ``Sample.meta``.
     """

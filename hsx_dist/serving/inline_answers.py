@@ -30,9 +30,9 @@ _STREAM_ENDS = (b"\n\n", b"\r\n\r\n")
 
 
 class InlineStates:
-    """Wraps one of vLLM's routes: adds the states to answers of requests that ask for them. Others pass unchanged.
+    """Wrapper of one of vLLM's routes: adds the states to answers of requests that ask. Other answers pass unchanged.
 
-    ``source``: None for a route whose answers cannot hold states: a request that asks for its states is refused.
+    ``source``: None for a route whose answers cannot hold states. That route refuses requests that ask for states.
     """
 
     def __init__(self, app: ASGIApp, source: SampleSource | None):
@@ -46,7 +46,7 @@ class InlineStates:
                 asked = read_inline_request(body)
                 if asked is not None and self._source is None:
                     raise bad_request(
-                        f"expected {INLINE} at /v1/completions or /v1/chat/completions, got it here", INLINE
+                        f"expected {INLINE} at /v1/completions or /v1/chat/completions, got it at another route", INLINE
                     )
             except Refusal as e:
                 await e.response()(scope, receive, send)
@@ -67,7 +67,7 @@ class InlineStates:
 class _Answer:
     """The answer to one request that asks for its states, on its way from vLLM to the client.
 
-    A JSON answer is held until the states are stored. A stream passes, and they are put before its ``[DONE]``.
+    A JSON answer is held until the states are stored. A stream passes at once; its states precede its ``[DONE]``.
     """
 
     def __init__(self, asked: InlineRequest, source: SampleSource, send: Send):

@@ -64,14 +64,14 @@ class InlineRequest:
                 )
         if self.params.get("hidden_states_loss_mask") is not None and not file.has_mask:
             raise bad_request(
-                "expected as many entries as the prompt has tokens, got another number",
+                "expected one entry for each token of the prompt, got another number",
                 f"{PARAMS}.hidden_states_loss_mask",
             )
         tokens = TokenSelection.read(self.params.get("hidden_states_tokens") or "all")
         if not (file.has_mask if tokens.kind == "loss_mask" else tokens.of(file.request_tokens)):
             raise bad_request(
-                f"expected tokens among the {file.request_tokens} of the request, and loss_mask only with "
-                "hidden_states_loss_mask, got others",
+                f"expected a selection of some of the request's {file.request_tokens} tokens, and for loss_mask a "
+                "hidden_states_loss_mask, got another selection",
                 f"{PARAMS}.hidden_states_tokens",
             )
 
@@ -131,7 +131,7 @@ def _check(params: Any) -> None:
                 f"{PARAMS}.{name}",
             )
     if params.get("hidden_states_save") is False:
-        raise bad_request(f"expected states that are stored, got false with {INLINE}", f"{PARAMS}.hidden_states_save")
+        raise bad_request(f"expected true or no value with {INLINE}, got false", f"{PARAMS}.hidden_states_save")
     mask = params.get("hidden_states_loss_mask")
     refused = read_request_params(
         "inline",
@@ -164,6 +164,6 @@ def _prompts(prompt: Any) -> int:
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1 or not kinds <= {str, list, int}:
         raise bad_request(
-            "expected a text, token ids, or a list of texts or of lists of token ids, got others", "prompt"
+            "expected a text, token ids, or a list of texts or of lists of token ids, got another value", "prompt"
         )
     return 1 if kinds == {int} else len(prompt)

@@ -76,7 +76,7 @@ def install(app: Any) -> None:
     root = app.root_path or ""  # None without --root-path
     if root.endswith("/") or root == "/v" or root.startswith("/v1/"):
         # vLLM removes the prefix as text before it compares paths with /v1. Starlette removes it only before a /. So
-        # with /v, /v1/hidden_states has a route and needs no key.
+        # with the prefix /v, the path /v1/hidden_states has a route and needs no key.
         raise ConfigError(
             f"--root-path: expected a path without / at its end, and other than /v and paths below /v1, got {root!r}. "
             "With it vLLM requires no API key. Choose another prefix"

@@ -133,8 +133,8 @@ class SampleSource:
     async def piece(self, file: StatesFile, i: int, again: Callable[[], StatesFile]) -> bytes | memoryview:
         """Return the ``i``-th piece of ``file``. Raises ``HsxError``.
 
-        ``again`` finds the sample anew if its object was replaced since: the server extends the expiry of a key that is
-        used again.
+        ``again`` finds the sample again if its object was replaced since. The server extends the expiry of a key that
+        is used again.
         """
 
         def load() -> bytes | memoryview:
@@ -176,7 +176,9 @@ class SampleSource:
             async with asyncio.timeout(_STORE_SECONDS):
                 return await asyncio.wrap_future(self._threads.submit(call))
         except TimeoutError:
-            raise Unavailable(f"expected the store to answer within {_STORE_SECONDS:.0f} s, got nothing") from None
+            raise Unavailable(
+                f"expected the store to answer within {_STORE_SECONDS:.0f} s, got nothing. Check the store"
+            ) from None
 
     def _refusal(self, error: HsxError, key: str, wait: float) -> Refusal:
         refusal = refusal_of(error, key)

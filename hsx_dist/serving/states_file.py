@@ -19,7 +19,7 @@ from hsx_dist.reading.sample import Sample
 
 #: Bytes of states that are loaded at once, if a chunk of the stored object is not larger.
 PIECE_BYTES = 8 << 20
-#: Bytes of decoded JSON for each byte of its text, at most. Nested lists take the most.
+#: Upper limit of the bytes of decoded JSON for each byte of its text. Nested lists take the most.
 _DECODED = 50
 
 
@@ -66,7 +66,7 @@ class StatesFile:
 
         Raises:
             ConfigError: the sample has no such layer or point.
-            FormatError, StoreError: as of ``Sample.load``.
+            FormatError, StoreError: as ``Sample.load``.
         """
         self._sample, self._layers = sample, wanted.layers
         self._start, stop, _ = slice(*(wanted.tokens or (None, None))).indices(sample.num_tokens)

@@ -22,8 +22,8 @@ Buffer = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 COALESCE_GAP = 64 * 1024
 #: Pieces of one upload that are in flight.
 PIECES_AT_ONCE = 4
-#: Limit of a request's time: ``PATIENCE_S`` plus its bytes at ``SLOWEST_BYTES_S``. The libraries limit only silence: a
-#: server may send a byte a second, or never answer `Expect: 100-continue`.
+#: Limit of a request's time: ``PATIENCE_S`` plus its bytes at ``SLOWEST_BYTES_S``. The libraries limit only the
+#: time without a byte: a server may send a byte a second, or never answer `Expect: 100-continue`.
 PATIENCE_S = 60.0
 SLOWEST_BYTES_S = 1024 * 1024
 
@@ -179,7 +179,7 @@ def as_bytes_view(data: Buffer) -> memoryview:
     """Return ``data`` as a flat memoryview of bytes, without a copy. Raises ``ValueError`` if it is not contiguous."""
     view = _view(data)
     if not view.c_contiguous:
-        raise ValueError("expected a C-contiguous buffer, got a strided one: copy it with np.ascontiguousarray first")
+        raise ValueError("expected a C-contiguous buffer, got a strided one. Copy it with np.ascontiguousarray")
     if view.nbytes == 0:
         return memoryview(b"")  # a shape with a zero cannot be cast
     return view.cast("B")

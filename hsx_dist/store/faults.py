@@ -101,9 +101,9 @@ _DETAIL = 300
 _WHERE_TO_LOOK = frozenset({"anon", "browser", "cache", "cloud", "google_default"})
 
 _CREDENTIALS_HINT = (
-    "Check the credentials (environment, profile, instance role, or storage_options) and that they may do this"
+    "Check the credentials (environment, profile, instance role, or storage_options), and that they permit this"
 )
-_ENDPOINT_HINT = "Check the endpoint's address, that the service runs, and the network between"
+_ENDPOINT_HINT = "Check the endpoint's address, the service, and the network to it"
 
 
 class Redactor:
@@ -143,12 +143,12 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
         return NotFound(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
     # Before AlreadyExists: obstore raises AlreadyExistsError for every 409, also S3's ConditionalRequestConflict.
     if code in _BUSY_CODES or status in (408, 410, 429) or (status is not None and status >= 500 and status != 501):
-        return Unavailable(f"{where}: the service cannot answer now: {detail}")
+        return Unavailable(f"{where}: the service cannot answer now: {detail}. Check the service, and try again later")
     exists = isinstance(error, FileExistsError) or "AlreadyExistsError" in names
     if "PreconditionFailed" in (code, *names) or status == 412 or exists:
         return AlreadyExists(f"{where}: expected no object of this name, got one")
     if code in _REGION_CODES or status in (301, 307):
-        return StoreError(f"{where}: {detail}. The bucket is in another region: set the region, or the endpoint")
+        return StoreError(f"{where}: {detail}. The bucket is in another region. Set the region, or the endpoint")
     if code == "RequestTimeTooSkewed":
         return Denied(f"{where}: {detail}. Set this machine's clock")
     denied = isinstance(error, PermissionError) or names & {"PermissionDeniedError", "UnauthenticatedError"}
@@ -158,13 +158,13 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
         return Denied(f"{where}: no usable credentials: {detail}. {_CREDENTIALS_HINT}")
     number = _errno(error)
     if number == errno.ENOTDIR and where.startswith("put"):
-        return StoreError(f"{where}: {detail}. An object and a folder cannot share a name: choose another output")
+        return StoreError(f"{where}: {detail}. An object and a folder cannot share a name. Choose another output")
     missing = isinstance(error, FileNotFoundError) or number in (errno.EISDIR, errno.ENOTDIR)
     if status == 404 or code in ("NoSuchKey", "404") or missing:
         return NotFound(f"{where}: there is no such object")
     if names & _CONNECTION or isinstance(error, (TimeoutError, ConnectionError)) or _unanswered(chain, status):
         return Unavailable(f"{where}: no answer: {detail}. {_ENDPOINT_HINT}")
-    # Without a status only: a 4xx is a wrong request, whichever errno the library chose for it.
+    # Only without a status: a 4xx is a wrong request, even if the library reports a transient errno for it.
     if status is None and number in _TRANSIENT:
         return Unavailable(f"{where}: {detail}. {_ENDPOINT_HINT}")
     if number in FULL:

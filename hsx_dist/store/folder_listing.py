@@ -17,7 +17,7 @@ UNFINISHED = ".hsx-unfinished-"
 class FolderListing:
     """One listing of the files below ``root``.
 
-    A folder that may not be read raises ``PermissionError``. With ``unreadable`` its name is passed to that instead.
+    A folder that may not be read raises ``PermissionError``. With ``unreadable``, that function gets its name instead.
     """
 
     def __init__(self, root: Path, prefix: str, after: str | None, unreadable: Callable[[str], None] | None = None):
@@ -63,7 +63,7 @@ class FolderListing:
         return matches and (after is None or name > after or (is_folder and after.startswith(name)))
 
     def _skip(self, name: str) -> None:
-        """Report a folder to ``unreadable``. Without that, reraise the PermissionError that the caller handles."""
+        """Report a folder to ``unreadable``. If it is None, reraise the PermissionError that the caller handles."""
         if self._unreadable is None:
             raise
         self._unreadable(name.rstrip("/") or ".")

@@ -216,18 +216,19 @@ class FsspecStore:
             cls = fsspec.get_filesystem_class(self._scheme)
         except ImportError as e:
             extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(self._scheme)
-            what = f"pip install 'hsx-dist[{extra}]'" if extra else "install the package that fsspec names"
-            raise ConfigError(f"{self._url}: the package for {self._scheme}:// is missing ({e}); {what}") from e
+            what = f"Run pip install 'hsx-dist[{extra}]'" if extra else "Install the package that fsspec names"
+            raise ConfigError(f"{self._url}: expected the package for {self._scheme}://, got none ({e}). {what}") from e
         except ValueError as e:
             raise ConfigError(
                 f"{self._url}: expected a scheme that fsspec knows, such as file, s3, gs or memory, got "
-                f"{self._scheme!r}; correct the url"
+                f"{self._scheme!r}. Correct the url"
             ) from e
         try:
             fs = cls(**{**self._options, **self._defaults()})
             root = str(cls._strip_protocol(self._full_url)).rstrip("/")
         except TypeError as e:
-            raise ConfigError(f"{self._url}: {cls.__name__} refuses storage_options: {self._redact(str(e))}") from e
+            why = self._redact(str(e))
+            raise ConfigError(f"{self._url}: {cls.__name__} refuses storage_options: {why}. Correct them") from e
         except Exception as e:  # noqa: BLE001 - every library has its own
             raise translate(e, f"open {self._url}", self._bucket, self._redact) from self._shown(e)
         if self._scheme in ("s3", "s3a"):
@@ -338,7 +339,7 @@ class FsspecStore:
                     todo.append((path, folder))
 
     def _ls(self, prefix: str, folder: str, above: str) -> Sequence[Mapping[str, Any]]:
-        """List ``folder``. Returns nothing if neither the folder exists nor the listing of ``above`` has it.
+        """List ``folder``. Returns nothing if the folder does not exist and the listing of ``above`` lacks it.
 
         ``above``: the parent folder; empty for the first folder.
         """
@@ -362,7 +363,9 @@ class FsspecStore:
         except NotFound:
             still = False
         if still:
-            raise Unavailable(f"list {self.url}/{prefix}: its parent lists {folder}, but it cannot be read: {missing}")
+            raise Unavailable(
+                f"list {self.url}/{prefix}: expected to read {folder}, which its parent lists, got: {missing}"
+            )
         return ()
 
     @contextmanager
@@ -374,7 +377,7 @@ class FsspecStore:
         except HsxError:
             raise
         except Exception as e:  # noqa: BLE001 - every library has its own
-            # Kept in no variable: an error that its frame refers to lives until the garbage collector runs.
+            # Do not keep the error in a variable: its frame would refer to it until the garbage collector runs.
             raise self._translated(e, verb, name, fs) from self._shown(e)
 
     def _translated(self, error: Exception, verb: str, name: str, fs: Any) -> HsxError:

@@ -39,8 +39,8 @@ def lock_exclusively(fd: int) -> bool:
 def lock_for_put(fd: int, what: str) -> None:
     """Lock the file against other puts and conditional deletes until ``fd`` is closed.
 
-    If the file is open for reading, or others hold read locks, excludes only deletes and exclusive locks. Returns at
-    once on systems without such locks: they have no conditional deletes either.
+    If the file is open for reading, or others hold read locks, the lock excludes only deletes and exclusive locks.
+    Returns at once on systems without such locks. These systems have no conditional deletes either.
 
     Raises:
         Unavailable: another process holds the lock for ``LONGEST_S``.

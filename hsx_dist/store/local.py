@@ -87,7 +87,7 @@ class LocalStore:
                 if e.errno not in _NO_LINKS:
                     raise
                 raise StoreError(
-                    f"{self.url}/{name}: expected a file system with hard links, which create-only writes need; got "
+                    f"{self.url}/{name}: expected a file system with hard links, which create-only writes need, got "
                     f"{e.strerror}. Use another folder, or an object store"
                 ) from e
             _sync(fd)
@@ -216,7 +216,9 @@ class LocalStore:
 
     def _path(self, name: str) -> Path:
         if check_name(name).rpartition("/")[2].startswith(UNFINISHED):
-            raise ValueError(f"{name!r}: names beginning with {UNFINISHED!r} are reserved for unfinished objects")
+            raise ValueError(
+                f"expected a name that does not begin with {UNFINISHED!r} (unfinished objects), got {name!r}"
+            )
         return self._root / name
 
     def _split(self, name: str) -> tuple[str, str]:
@@ -274,7 +276,7 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as e:
             if verb == "put":
                 raise StoreError(
-                    f"{where}: expected a folder to write into, got {e.strerror}; an object and a folder cannot "
+                    f"{where}: expected a folder to write into, got {e.strerror}: an object and a folder cannot "
                     "share a name here. Choose another name or output"
                 ) from e
             raise NotFound(f"{where}: there is no such object") from e
@@ -291,7 +293,7 @@ class LocalStore:
                 raise StoreError(f"{where}: expected folders, got a file in the path. Choose another output") from e
             if e.errno == errno.ELOOP:
                 raise StoreError(
-                    f"{where}: expected folders, got {e.strerror}; links are not followed here. Name the folder "
+                    f"{where}: expected folders, got {e.strerror}: links are not followed here. Name the folder "
                     "that the link points to, or remove the link"
                 ) from e
             kind = Unavailable if e.errno in _TRANSIENT else StoreError
@@ -374,7 +376,7 @@ def _version(found: os.stat_result) -> str:
 def _sync_name(parent: int, child: int, name: str) -> None:
     """Sync a subfolder's name once.
 
-    Also if the subfolder existed: an earlier put's sync may have failed, or another process may have died before it.
+    Needed even if the subfolder existed: an earlier put's sync may have failed, or a process may have died before it.
     """
     above = os.fstat(parent)
     _synced.once((above.st_dev, above.st_ino, name), child, lambda: _sync(parent))

@@ -273,8 +273,8 @@ class ObstoreStore:
             if past_end is not None and past_the_end(e):
                 return past_end
             self._redact.learn(connection.secrets)
-            # Kept in no variable: an error that its frame refers to lives until the garbage collector runs, and keeps
-            # the buffers of the put.
+            # Do not keep the error in a variable: its frame would refer to it until the garbage collector runs, and the
+            # error keeps the buffers of the put.
             raise self._translated(e, verb, name, connection) from self._shown(e)
 
     def _translated(self, error: BaseException, verb: str, name: str, connection: Connection) -> HsxError:

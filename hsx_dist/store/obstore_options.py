@@ -26,7 +26,9 @@ def connect(scheme: str, bucket: str, options: Mapping[str, Any], region: str | 
     try:
         import obstore  # noqa: F401
     except ImportError as e:
-        raise ConfigError("store.backend obstore: the package obstore is missing; pip install obstore") from e
+        raise ConfigError(
+            "store.backend obstore: expected the package obstore, got none. Run pip install obstore"
+        ) from e
     if scheme in ("s3", "s3a"):
         return s3_connection(bucket, options, region)
     if scheme in ("gs", "gcs"):
@@ -79,7 +81,9 @@ def _gcs(bucket: str, options: Mapping[str, Any]) -> Connection:
     try:
         from gcsfs import GCSFileSystem
     except ImportError as e:
-        raise ConfigError("store.backend obstore: the package gcsfs is missing; pip install 'hsx-dist[gcs]'") from e
+        raise ConfigError(
+            "store.backend obstore: expected the package gcsfs, got none. Run pip install 'hsx-dist[gcs]'"
+        ) from e
     fs = GCSFileSystem(**{**options, "skip_instance_cache": True})
     credentials = fs.credentials
     anonymous = credentials.credentials is None
@@ -120,7 +124,7 @@ def _azure(bucket: str, options: Mapping[str, Any]) -> Connection:
     config = {theirs: options.get(name) or os.environ.get(env) for name, env, theirs in _AZURE}
     config = {name: value for name, value in config.items() if value}
     if "account_name" not in config:
-        raise ConfigError("storage_options.account_name: expected the Azure storage account, got none; set it")
+        raise ConfigError("storage_options.account_name: expected the Azure storage account, got none. Set it")
     if not ({"account_key", "sas_token", "client_secret"} & set(config)):
         raise NotTranslated("only adlfs finds credentials other than an account key, SAS token or client secret")
 

@@ -190,7 +190,7 @@ def _s3_config(given: _Given, client: Any, region: str | None) -> dict[str, Any]
         "region": region or _region(client),
         "endpoint": _virtual_endpoint(endpoint, bucket) if virtual else endpoint,
         "virtual_hosted_style_request": virtual,
-        # As botocore: the payload is hashed for the signature only without TLS, unless the user sets the option.
+        # Like botocore, hash the payload for the signature only without TLS, unless the user sets the option.
         "unsigned_payload": not s3.get("payload_signing_enabled", not endpoint.startswith("https://")),
         "skip_signature": bool(given.options.get("anon")),
         "disable_bulk_delete": True,
@@ -230,7 +230,9 @@ def _botocore_client(
         from botocore.config import Config
         from botocore.session import Session
     except ImportError as e:
-        raise ConfigError("store.backend obstore: the package botocore is missing; pip install 'hsx-dist[s3]'") from e
+        raise ConfigError(
+            "store.backend obstore: expected the package botocore, got none. Run pip install 'hsx-dist[s3]'"
+        ) from e
     kwargs: dict[str, Any] = {
         "aws_access_key_id": options.get("key") or options.get("username"),
         "aws_secret_access_key": options.get("secret") or options.get("password"),

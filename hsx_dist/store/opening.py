@@ -48,11 +48,11 @@ def open_store(
             missing; ``backend`` is obstore, and an option has no counterpart there.
     """
     if not url:
-        raise ConfigError("expected the url of a store or the path of a folder, got an empty one; set it")
+        raise ConfigError("expected the url of a store or the path of a folder, got an empty one. Set it")
     check_no_credentials(url)
     check_endpoints(storage_options or {})
     if retry_seconds < 0:
-        raise ConfigError(f"retry_seconds: expected 0 or more, got {retry_seconds}; set 0 for no retries")
+        raise ConfigError(f"retry_seconds: expected 0 or more, got {retry_seconds}. Set 0 for no retries")
     return RetryStore(_open(url, storage_options, backend), RetryPolicy(seconds=retry_seconds), on_retry=on_retry)
 
 
@@ -66,7 +66,7 @@ def check_endpoints(options: Mapping[str, Any]) -> None:
     for given in (options, client):
         if given.get("endpoint_url"):
             check_endpoint(str(given["endpoint_url"]), "storage_options.endpoint_url")
-    # Not by prefix: AWS_ENDPOINT_DISCOVERY_ENABLED is no endpoint, and endpoints of other services are not used.
+    # Names, not a prefix: AWS_ENDPOINT_DISCOVERY_ENABLED is no endpoint, and endpoints of other services are not used.
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL_STS"):
         if value := os.environ.get(name):
             check_endpoint(value, name)
@@ -79,10 +79,10 @@ def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Stor
     scheme, separator, rest = url.partition("://")
     if not separator or scheme in _LOCAL:
         if separator and not rest.startswith("/"):
-            raise ConfigError(f"{url}: expected file:///absolute/path, got a relative one; add the leading slash")
+            raise ConfigError(f"{url}: expected file:///absolute/path, got a relative one. Add the leading slash")
         return LocalStore(rest if separator else url)
     if scheme != "memory" and not rest.strip("/"):
-        raise ConfigError(f"{url}: expected a bucket behind {scheme}://, got none; add it")
+        raise ConfigError(f"{url}: expected a bucket behind {scheme}://, got none. Add it")
     if backend == "obstore" or (backend == "auto" and scheme in _FAST):
         fast = _open_obstore(url, options, must=backend == "obstore")
         if fast is not None:
@@ -103,7 +103,7 @@ def _open_obstore(url: str, options: Mapping[str, Any] | None, *, must: bool) ->
     except NotTranslated as e:
         if must:
             raise ConfigError(
-                f"store.backend: expected options with a counterpart in obstore, got another: {e}; take fsspec or auto"
+                f"store.backend: expected options that obstore has too, got another: {e}. Set fsspec or auto"
             ) from e
         log.warning("%s uses fsspec, which is slower than obstore: %s", public_url(url), e)
     except ConfigError as e:

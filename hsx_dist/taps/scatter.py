@@ -32,9 +32,9 @@ def scatter(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: to
     if x.dtype != cache.dtype and not _holds(cache.dtype, x.dtype):
         raise TypeError(f"expected rows of {cache.dtype}, got {x.dtype}. The cache would round them")
     n = len(slots)
-    if len(x) < n:  # the rows would belong to other tokens, too
+    if len(x) < n:  # with fewer rows than slots, rows would be written for wrong tokens
         raise ValueError(
-            f"expected a row for each of {n} tokens, got {len(x)}. Each rank has only some tokens. Use source: cache"
+            f"expected a row for each of {n} tokens, got {len(x)}. This rank has only some tokens. Use source: cache"
         )
     if len(x) > n:
         x = x[:n]
@@ -47,8 +47,8 @@ def scatter(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: to
 
 
 def _scatter_cpu(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:
-    # NumPy's assignment copies whole rows: 2048 rows of 4 KiB take a quarter of the time of torch's index_put. Also its
-    # operators on small arrays cost a fraction of torch's.
+    # NumPy's assignment copies whole rows: 2048 rows of 4 KiB take a quarter of the time of torch's index_put. Its
+    # operators on small arrays also cost a fraction of torch's.
     to, numbers = slots.numpy(), count.numpy()
     rows = _bits(x if x.dtype == cache.dtype else x.to(cache.dtype))
     if to.size and to.min() < 0:

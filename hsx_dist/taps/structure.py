@@ -177,7 +177,7 @@ def _moe(found: Structure, moe: Any, i: int, ranks: int) -> None:
     if not callable(getattr(router, "select_experts", None)) or not isinstance(top_k, int):
         reason = f"expected experts.router.select_experts and experts.moe_config, got {type(moe.experts).__name__}"
     elif getattr(moe.experts, "is_monolithic", False):
-        reason = "the kernel of these experts routes inside"
+        reason = "the kernel of these experts computes the routing, so that no tap can read it"
     else:
         found.add("topk_ids", i, Read(router, "ids", top_k))
         found.add("topk_weights", i, Read(router, "weights", top_k))

@@ -1,1 +1,1 @@
-"""What proves a codec or a store of your own: conformance suites for pytest, and stores that fail on purpose."""
+"""Tests for user-defined codecs and stores: conformance suites for pytest, and stores that inject faults."""

@@ -1,7 +1,7 @@
 """A conformance suite for codecs. Subclass ``CodecSuite`` in a pytest module and give it a ``codec``:
 
 class TestMyCodec(CodecSuite):
-    worst_token = 0.05  # of a lossy one; absent: lossless
+    worst_token = 0.05  # for a lossy codec only
 
     @pytest.fixture
     def codec(self):
@@ -34,22 +34,22 @@ every_dtype = pytest.mark.parametrize("dtype", list(FLOATS))
 
 
 def encoded(codec: Codec, x: np.ndarray[Any, Any], dtype: str) -> bytes:
-    """What a codec makes of ``x``, as it is stored."""
+    """Return the bytes that a codec stores for ``x``."""
     return b"".join(map(as_bytes_view, codec.encode(x, dtype)))
 
 
 def decoded(codec: Codec, data: bytes, shape: tuple[int, int], dtype: str) -> np.ndarray[Any, Any]:
-    """What a codec makes of stored bytes, in memory that was not zero before."""
+    """Decode stored bytes into memory that was not zero before."""
     out = np.full(shape, 0xA5A5, CARRIER[dtype])
     codec.decode(memoryview(data), out, dtype)
     return out
 
 
 class CodecSuite:
-    """What every ``Codec`` must do.
+    """Tests that every ``Codec`` must pass.
 
-    ``worst_token``: the largest relative error that a lossy codec may make of a token's vector (finite, of ordinary
-    size); ``compresses``: whether zeros become smaller.
+    ``worst_token``: limit of a lossy codec's relative error of a token's vector, for finite values of ordinary size.
+    ``compresses``: whether the codec stores zeros in fewer bytes.
     """
 
     worst_token = 0.0
@@ -57,8 +57,8 @@ class CodecSuite:
 
     @pytest.fixture
     def codec(self) -> Codec:
-        """The codec to test; it must be registered."""
-        raise NotImplementedError("override the fixture `codec`")
+        """The codec to test. It must be registered."""
+        raise NotImplementedError("expected a fixture `codec` in the subclass, got none. Override it")
 
     def test_is_a_frozen_codec(self, codec: Codec) -> None:
         assert isinstance(codec, Codec)
@@ -164,7 +164,7 @@ class CodecSuite:
 
     @every_dtype
     def test_changed_bytes_end_in_a_format_error_or_in_numbers(self, codec: Codec, dtype: str) -> None:
-        """Damage raises no other error, even with a checksum that an attacker computed again."""
+        """Changed bytes raise ``FormatError`` or decode to numbers, even if an attacker computed the checksum again."""
         data = encoded(codec, _layer(12, 16, dtype), dtype)
         rng = np.random.default_rng(0)
         for _ in range(400):
@@ -192,7 +192,7 @@ class CodecSuite:
 
 
 def _layer(n: int, hidden_size: int, dtype: str, *, odd: bool = True) -> np.ndarray[Any, Any]:
-    """``odd``: with a few infinities, NaN and noise."""
+    """Return random states of one layer. ``odd``: with a few infinities, NaN and noise."""
     return random_sample(tokens=n, hidden_size=hidden_size, layer_ids=(0,), dtype=dtype, odd=odd).states[:, 0]
 
 

@@ -1,8 +1,8 @@
-"""Stores that misbehave, as wrappers around any real one; each strikes where its ``Strike`` says.
+"""Stores that inject faults, as wrappers around any real store. A ``Strike`` selects the calls that fail.
 
     store = FailingStore(LocalStore(folder), Unavailable("503"), Strike({"put"}, prefix="data/", times=3))
 
-They can be put around one another. Without strikes left they are the store that they wrap.
+A wrapper may wrap another one. After its last strike, a wrapper passes all calls to the inner store unchanged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ PUTS: Set[Verb] = frozenset({"put", "put_if_absent"})
 
 
 class Strike:
-    """Which calls a fault meets: those of ``verbs`` (default: all) on names that begin with ``prefix``, the first
-    ``after`` of them spared, ``times`` of them struck (default: all that follow)."""
+    """The calls that a fault affects: calls of ``verbs`` (default: all) on names that begin with ``prefix``.
+
+    The first ``after`` of these calls pass. The next ``times`` calls are affected (default: all later calls).
+    """
 
     def __init__(
         self, verbs: Set[Verb] | None = None, *, prefix: str = "", after: int = 0, times: float = float("inf")
@@ -35,7 +37,7 @@ class Strike:
         self._lock = threading.Lock()
 
     def meets(self, verb: Verb, name: str) -> bool:
-        """Whether this call is struck; asking counts."""
+        """Whether the fault affects this call. Each query counts as a call."""
         if (self._verbs is not None and verb not in self._verbs) or not name.startswith(self._prefix):
             return False
         with self._lock:
@@ -47,7 +49,7 @@ class Strike:
 
 
 class WrappedStore:
-    """A ``Store`` that passes everything on. Subclasses override ``_call``, around every verb, or a verb itself."""
+    """A ``Store`` that passes every call to ``inner``. Subclasses override ``_call`` (for all verbs), or one verb."""
 
     def __init__(self, inner: Store):
         self._inner = inner
@@ -60,7 +62,7 @@ class WrappedStore:
         return f"{type(self).__name__}({self._inner!r})"
 
     def _call(self, verb: Verb, name: str, call: Callable[[], T], nbytes: int) -> T:  # noqa: ARG002
-        """``nbytes``: size of the object that is put."""
+        """Make the call. ``nbytes``: size of the object if the call is a put, else 0."""
         return call()
 
     def put(self, name: str, buffers: Sequence[Buffer]) -> None:
@@ -103,7 +105,7 @@ class WrappedStore:
 
 
 class CountingStore(WrappedStore):
-    """Counts what it is asked: ``calls`` by verb, ``bytes_put``; failed calls too."""
+    """A store that counts ``calls`` by verb and ``bytes_put``. Failed calls count too."""
 
     def __init__(self, inner: Store):
         super().__init__(inner)
@@ -131,7 +133,7 @@ class _Striking(WrappedStore):
 
 
 class SlowStore(_Striking):
-    """Each call takes ``seconds`` more, and one more for every ``bytes_per_second`` that it puts."""
+    """Delays each call by ``seconds``, and a put by one more second for every ``bytes_per_second`` bytes."""
 
     def __init__(self, inner: Store, seconds: float, strike: Strike | None = None, *, bytes_per_second: float = 0):
         super().__init__(inner, strike)
@@ -144,7 +146,7 @@ class SlowStore(_Striking):
 
 
 class FailingStore(_Striking):
-    """Calls raise ``error``: before anything is done, or with ``done`` after it (the answer was lost)."""
+    """Calls raise ``error``: without any effect, or with ``done`` after their effect, as if the response was lost."""
 
     def __init__(self, inner: Store, error: Exception, strike: Strike | None = None, *, done: bool = False):
         super().__init__(inner, strike)
@@ -158,7 +160,7 @@ class FailingStore(_Striking):
 
 
 class HangingStore(_Striking):
-    """Calls hang until ``release``, and then go through. ``hanging`` is set as soon as one does."""
+    """Calls block until ``release``, and then pass. ``hanging`` is set when the first call blocks."""
 
     def __init__(self, inner: Store, strike: Strike | None = None):
         super().__init__(inner, strike)
@@ -166,7 +168,7 @@ class HangingStore(_Striking):
         self._go = threading.Event()
 
     def release(self) -> None:
-        """Let go of everything that hangs; nothing hangs any more."""
+        """Unblock all blocked calls. Later calls do not block."""
         self._go.set()
 
     def _struck(self, name: str, call: Callable[[], T], nbytes: int) -> T:  # noqa: ARG002
@@ -187,10 +189,10 @@ class LyingStore(_Striking):
 
 
 class TearingStore(WrappedStore):
-    """Puts store the first ``keep`` bytes alone; then they fail with ``Unavailable``, or with ``silent`` do not.
+    """Puts store only the first ``keep`` bytes, and then raise ``Unavailable``; with ``silent`` they return.
 
-    An object store alone never does that, as its puts are atomic. A file system after a loss of power, or a proxy that
-    times out, may.
+    An object store never does this, since its puts are atomic. A file system after a power cut, or a proxy that times
+    out, may do it.
     """
 
     def __init__(self, inner: Store, keep: int, strike: Strike | None = None, *, silent: bool = False):

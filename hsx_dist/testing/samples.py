@@ -1,4 +1,4 @@
-"""Random samples as pages: what writers and formats are tested with."""
+"""Random samples as pages, for tests of writers and formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RandomSample:
     chunk_tokens: int
 
     def segments(self, *cuts: int) -> list[Segment]:
-        """The sample cut at these tokens, multiples of nothing in particular."""
+        """Return the sample's segments, cut at these tokens. The tokens need not be multiples of ``chunk_tokens``."""
         total = len(self.token_ids)
         ends = [0, *cuts, total]
         return [Segment(self.key, i, a, b, total) for i, (a, b) in enumerate(pairwise(ends))]
@@ -32,7 +32,7 @@ class RandomSample:
     def pages(
         self, segment: Segment | None = None, *, order: Literal["LTH", "TLH"] = "LTH", padding: int = 0
     ) -> Iterator[Page]:
-        """The pages of ``segment`` (the whole sample without one), each with ``padding`` rows that mean nothing."""
+        """Yield the pages of ``segment`` (default: the whole sample), each with ``padding`` meaningless rows."""
         segment = segment or self.segments()[0]
         for start in range(segment.start, segment.stop, self.chunk_tokens):
             stop = min(start + self.chunk_tokens, segment.stop)
@@ -64,7 +64,7 @@ def random_sample(
     seed: int = 0,
     odd: bool = True,
 ) -> RandomSample:
-    """Gaussian states with a scale for each channel; ``odd``: the bits of a few are NaN, infinity, -0 and noise."""
+    """Return Gaussian states with a scale for each channel. ``odd``: with a few NaN, infinities, -0 and random bits."""
     rng = np.random.default_rng([seed, tokens, len(layer_ids), hidden_size])
     shape = (tokens, len(layer_ids), hidden_size)
     values = (rng.standard_normal(shape) * np.exp(rng.standard_normal(hidden_size))).astype(np.float32)

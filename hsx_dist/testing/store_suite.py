@@ -3,7 +3,7 @@
 class TestMyStore(StoreSuite):
     @pytest.fixture
     def store(self):
-        return MyStore(...)  # empty, and this test's own
+        return MyStore(...)  # empty, and used by one test only
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _ODD_NAMES = ["a b", "%20", "a+b", "key~0123", "ä/ß.bin", "a=b/c&d", "x.y.z", 
 
 
 class StoreSuite:
-    """What every ``Store`` must do.
+    """Tests that every ``Store`` must pass.
 
-    ``racers``: how many threads race for one name. ``has_conditional_deletes``, ``has_conditional_puts``: whether
-    the store does what ``Conditional`` says.
+    ``racers``: number of threads that race for one name. ``has_conditional_deletes``, ``has_conditional_puts``: whether
+    the store has these methods of ``Conditional``.
     """
 
     racers = 8
@@ -39,8 +39,8 @@ class StoreSuite:
 
     @pytest.fixture
     def store(self) -> Store:
-        """An empty store that is this test's own."""
-        raise NotImplementedError("override the fixture `store`")
+        """An empty store that only one test uses."""
+        raise NotImplementedError("expected a fixture `store` in the subclass, got none. Override it")
 
     # -- put and get ---------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class StoreSuite:
         assert store.head("a") == ObjectInfo("a", 5)
 
     def test_large_object(self, store: Store) -> None:
-        """Larger than what back ends send in one piece; its buffers straddle every border of pieces."""
+        """The object is larger than the pieces that back ends send. Its buffers cross every boundary of pieces."""
         rng = np.random.default_rng(0)
         buffers: list[Buffer] = [rng.integers(0, 256, n, np.uint8) for n in (1, 17 << 20, 3, (23 << 20) + 5, 11)]
         store.put("large", buffers)
@@ -327,7 +327,7 @@ class StoreSuite:
         assert len(list(store.list("c/"))) == 32
 
     def test_an_object_is_replaced_whole(self, store: Store) -> None:
-        """A reader sees the old bytes or the new ones, never some of both."""
+        """A reader gets the old bytes or the new bytes, never a mixture."""
         old, new = b"o" * 200_000, b"n" * 200_000
         store.put("whole", [old])
         done = threading.Event()

@@ -1,4 +1,4 @@
-"""Stores for tests: objects in this process's memory, and a record of all calls."""
+"""A store for tests: objects in this process's memory, and counts of reads."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class MemoryStore:
             return True
 
     def reset(self) -> None:
-        """Count from zero."""
+        """Reset the counts to zero."""
         self.requests = self.bytes_read = 0
 
     def _content(self, name: str) -> bytes:
         with self._lock:
             if name not in self.objects:
-                raise NotFound(f"{self.url}/{name}: no such object")
+                raise NotFound(f"{self.url}/{name}: there is no such object")
             return self.objects[name]
 
     def _count(self, requests: int, nbytes: int) -> None:

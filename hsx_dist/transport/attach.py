@@ -62,5 +62,5 @@ def _attach(address: str, key: bytes, ring_bytes: int, ring: int) -> Peer:
     peer = Peer(Client(address, "AF_UNIX", authkey=key))
     if (refusal := peer.offer(ring, ring_bytes, None, START_S)) is not None:
         peer.kill()
-        raise EngineError(f"expected a process that takes pages at {address}, got: {refusal}")
+        raise EngineError(f"expected a process that takes pages at {address}, got: {refusal}. Check that process's log")
     return peer

@@ -44,7 +44,8 @@ class LocalEnd:
 
         Args:
             on_lost: called with the segment of a page that could not be sent, and the reason.
-            least_bytes: fewer bytes wait briefly for more pages; for a ``sender`` that calls another process.
+            least_bytes: pages with fewer bytes in total wait briefly for more. For a ``sender`` that calls another
+                process.
             memory: the ring's memory, uint8 of ``in_flight_bytes``, if another process also maps it; None: allocate.
             sample_bytes: limit of the ring's ``claim``.
             idle: called every second without pages.

@@ -41,7 +41,7 @@ SOURCE = "writers"
 
 @dataclass(slots=True)
 class _UnsettledSource:
-    """A segment that was sent. ``whole``: including its last page; ``reported``: as lost, before its last page."""
+    """A segment with sent pages. ``whole``: the last page was sent. ``reported``: as lost, before its last page."""
 
     segment: Segment
     whole: bool = False
@@ -110,7 +110,7 @@ class RemoteSender:
             with self._state:
                 self._starting = False
                 if ended := self._closing:
-                    os.close(self._ring)  # ``_end`` does not: while a peer connects, the descriptor must stay valid
+                    os.close(self._ring)  # ``_end`` leaves it open while a peer connects
                 elif peer is not None:
                     self._peer, self._restarts = peer, peer.process is not None
                     self._reader = threading.Thread(target=self._read, args=(peer,), name="hsx-free", daemon=True)
@@ -253,7 +253,7 @@ class RemoteSender:
         lost = tuple(copy.segment for copy in copies.values() if not copy.reported)
         then = "; the next pages restart it" if self._restarts else ""
         with contextlib.suppress(Exception):
-            log.error("the process that stores hidden states %s and %d samples%s", how, len(lost), then)
+            log.error("the process that stores hidden states %s: %d samples are lost%s", how, len(lost), then)
         for segment in lost:
             try:
                 self._on_event(Lost((segment,), f"the process that stores hidden states {how}"))

@@ -36,7 +36,7 @@ class Ring:
         """
         size = -(-nbytes // ALIGN) * ALIGN
         if size > self.capacity:
-            raise ValueError(f"{nbytes} bytes can never fit into a ring of {self.capacity}")
+            raise ValueError(f"expected at most {self.capacity} bytes, the ring's capacity, got {nbytes}")
         with self._lock:
             offset = self._place(size)
             if offset is None:

@@ -59,7 +59,8 @@ class ShippingThread:
 
         Args:
             idle: called every second without a page or report.
-            least_bytes: fewer bytes wait up to ``linger_s`` seconds for more, so that ``deliver`` is called less often.
+            least_bytes: pages with fewer bytes in total wait up to ``linger_s`` seconds for more. ``deliver`` is then
+                called less often.
         """
         self._deliver = deliver
         self._failed: dict[tuple[str, str], str] = {}  # reasons by sample, for samples with a page that was not copied

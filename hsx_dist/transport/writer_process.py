@@ -108,7 +108,7 @@ def serve(connection: Connection) -> None:
 
 
 def _outlive(parent: int, seconds: float) -> None:
-    """Exit this process ``seconds`` after its engine, also while a store does not answer."""
+    """Exit this process ``seconds`` after its engine ended, even if a store does not answer."""
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     time.sleep(seconds)
@@ -116,7 +116,7 @@ def _outlive(parent: int, seconds: float) -> None:
 
 
 def main() -> None:
-    # A signal to a server's process group is for the engine, which then ends the connection.
+    # Ignore signals to the server's process group: the engine handles them, and then ends the connection.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with Connection(int(sys.argv[1])) as connection, contextlib.suppress(BrokenPipeError):

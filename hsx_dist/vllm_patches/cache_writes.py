@@ -42,10 +42,9 @@ def write_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[torch.
     """Put the rows of every layer into the cache.
 
     Args:
-        cache: ``[blocks, layers, block_size, hidden]``, in either memory order, see ``flat_rows``.
+        cache: ``[blocks, layers, block_size, hidden]``, in either memory order, as for ``flat_rows``.
         slots: ``[n]`` on the cache's device, ``block_id * block_size + position in the block``. Values below 0 are
-        padding
-            and go into block 0, which belongs to no request.
+            padding and go into block 0, which belongs to no request.
         layers: a tensor ``[n, hidden]`` of the cache's dtype for every layer.
     """
     hidden, block = cache.shape[3], cache.shape[2]
@@ -99,7 +98,10 @@ def watch(
     # The V1 runner imports its proposer, and is built before the connector. No other process needs the import.
     patched = v1 and _patch(getattr(sys.modules.get(_PROPOSER), "ExtractHiddenStatesProposer", None))
     if v1 and not patched:
-        log.warning("captured layers are not counted: this vLLM's V1 runner has no proposer that hsx_dist knows")
+        log.warning(
+            "captured layers are not counted: this vLLM's V1 runner has no proposer that hsx_dist knows. Install "
+            "a tested vLLM release"
+        )
     if direct:
         why = _why_not_direct(cache, vllm_config, v1, patched, others)
         if why is not None:
@@ -116,9 +118,9 @@ def _why_not_direct(
     if not patched:
         return "this vLLM's V1 runner has no proposer that hsx_dist knows"
     if vllm_config.parallel_config.data_parallel_size > 1:
-        return "the engine is data parallel, whose ranks agree on their batches in the code that is left out"
+        return "the engine is data parallel, and its ranks agree on their batches in the code that direct writes skip"
     if others:
-        return f"{', '.join(others)} may save the cache layer by layer, in the code that is left out"
+        return f"{', '.join(others)} may save the cache layer by layer, in the code that direct writes skip"
     try:
         flat_rows(cache)
     except ValueError as e:
@@ -127,7 +129,7 @@ def _why_not_direct(
 
 
 def _patch(proposer: Any) -> bool:
-    """Replace ``proposer.propose``, once; False if it is not the method that this file was written for."""
+    """Replace ``proposer.propose`` once. Returns False if it is not the method that this file was written for."""
     theirs = getattr(proposer, "propose", None)
     if theirs is None:
         return False

@@ -42,7 +42,7 @@ _models: WeakSet[Any] = WeakSet()
 
 
 def install() -> None:
-    """Patch vLLM, once a process. To be called before a model is built."""
+    """Patch vLLM, once in a process. Call it before a model is built."""
     from vllm.config import SpeculativeConfig
     from vllm.model_executor.models import interfaces
 
@@ -52,7 +52,10 @@ def install() -> None:
     if getattr(add, "hsx", False):
         return
     if mixin is None or add is None or compute_hash is None or "__new__" in vars(mixin):
-        log.warning("captures are not copied: this vLLM's models capture in a way that hsx_dist does not know")
+        log.warning(
+            "captures are not copied: this vLLM's models capture in a way that hsx_dist does not know. Install "
+            "a tested vLLM release"
+        )
         return
 
     @functools.wraps(add)

@@ -26,26 +26,26 @@ log = get_logger(__name__)
 
 
 class Loads:
-    """The requests of one scheduler that are being asked for."""
+    """The requests for which one scheduler currently asks the connectors for tokens."""
 
     def __init__(self) -> None:
         self._asked: list[Any] = []
 
     def refuse(self, request: Any) -> None:
-        """Let the scheduler load nothing for ``request``. To be called in ``get_num_new_matched_tokens``."""
+        """Let the scheduler load nothing for ``request``. Call it in ``get_num_new_matched_tokens``."""
         if not request.skip_reading_prefix_cache:
             request.skip_reading_prefix_cache = True
             self._asked.append(request)
 
     def reset(self) -> None:
-        """Give the requests their own flag back: a later try to schedule them looks up local prefixes again."""
+        """Restore the requests' flags, so that a later try to schedule them looks up local prefixes again."""
         for request in self._asked:
             request.skip_reading_prefix_cache = False
         self._asked.clear()
 
 
 def loaded_tokens(request: Any) -> int:
-    """Tokens that another connector loads for a request that has just got its blocks. 0 is expected."""
+    """Return the number of tokens that another connector loads for a request with new blocks. 0 is expected."""
     stats = getattr(request, "prefill_stats", None)  # None after the first token
     return stats.num_external_cached_tokens if stats is not None else 0
 
@@ -55,6 +55,6 @@ def warn_of_loads(others: Iterable[Any]) -> None:
     if names := sorted({type(c).__name__ for c in others if c._kv_transfer_config.is_kv_consumer}):
         log.warning(
             "%s: tokens are not loaded in an engine with HiddenStatesConnector, which computes the prompt of each "
-            "request. If the connector is only to save, set its kv_role to kv_producer",
+            "request. If the connector must only save, set its kv_role to kv_producer",
             ", ".join(names),
         )

@@ -3,8 +3,8 @@
 Versions: vLLM 0.31 with the V1 runner; 0.32 and 0.33, both runners. Upstream: no issue is open.
 
 What vLLM does: the model runners load a model through ``BaseModelLoader.load_model``, then run it once to measure its
-memory, and compile it there. Nothing calls a plugin in between. Hooks that are installed later are not compiled, and
-cache-only layers that are registered later get no cache.
+memory, and compile it in that run. Nothing calls a plugin in between. Hooks that are installed later are not compiled.
+Cache-only layers that are registered later get no cache.
 
 The patch: ``load_model`` calls ``tap`` with the engine's own model, not with a drafter. Without a choice of
 points in ``additional_config``, ``tap`` does nothing.
@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 
 def install(tap: Callable[[Any, Any], Any]) -> None:
-    """Patch vLLM, once a process. To be called before a model is loaded.
+    """Patch vLLM, once in a process. Call it before a model is loaded.
 
     Args:
         tap: called with the model and vLLM's configuration.
@@ -37,7 +37,10 @@ def install(tap: Callable[[Any, Any], Any]) -> None:
     loader: Any = getattr(base_loader, "BaseModelLoader", None)
     theirs = getattr(loader, "load_model", None)
     if theirs is None:
-        log.warning("taps cannot be installed: this vLLM loads models in a way that hsx_dist does not know")
+        log.warning(
+            "taps cannot be installed: this vLLM loads models in a way that hsx_dist does not know. Install "
+            "a tested vLLM release"
+        )
         return
     if getattr(theirs, "hsx", False):
         return

@@ -32,7 +32,7 @@ def uses_v1_runner(vllm_config: Any) -> bool:
 
 
 def never_draft(request: Any) -> None:
-    """Make ``request``, as the scheduler holds it, one whose draft tokens are always empty."""
+    """Make the draft tokens of the scheduler's ``request`` always empty."""
     found = type(request)
     if found in _UNDRAFTED.values():
         return

@@ -8,8 +8,8 @@ A plain reset returns False, and prefixes keep the states of replaced weights. A
 
 The patch: ``EngineCore.reset_prefix_cache`` first takes steps without tokens until no block is held.
 
-How a change of vLLM is noticed: without the method, or without the scheduler's pause, the start logs a warning, and
-resets are vLLM's. The tests reset real engines.
+How a change of vLLM is noticed: if the method or the scheduler's pause is missing, the start logs a warning, and vLLM's
+resets stay unchanged. The tests reset real engines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def install(pending: Callable[[Any], int]) -> None:
 
     theirs = getattr(EngineCore, "reset_prefix_cache", None)
     if theirs is None or not hasattr(Scheduler, "set_pause_state"):
-        log.warning("unknown vLLM: a reset of the prefix cache may fail. Flush the engine before a reset or sleep")
+        log.warning("unknown vLLM: a reset of the prefix cache may fail. Flush the engine before a reset or a sleep")
         return
     if getattr(theirs, "hsx", False):
         return
@@ -46,7 +46,7 @@ def install(pending: Callable[[Any], int]) -> None:
     @functools.wraps(theirs)
     def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         if left := copy_held(self, pending, WAIT_S):
-            log.warning("prefix cache: states of %d requests are not copied after %g s, store is slow", left, WAIT_S)
+            log.warning("prefix cache reset: %d requests are not copied after %g s. Check the store", left, WAIT_S)
         return theirs(self, *args, **kwargs)
 
     reset_prefix_cache.hsx = True  # type: ignore[attr-defined]

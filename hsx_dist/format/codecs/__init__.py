@@ -57,7 +57,7 @@ def register_codec(codec: _C) -> _C:
     missing = [name for name in ("encode", "decode", "to_dict") if not callable(getattr(codec, name, None))]
     missing += [name for name in ("name", "lossy") if not hasattr(codec, name)]
     if missing or not isinstance(codec, type):
-        lacks = f"; it lacks {', '.join(missing)}" if missing else ""
+        lacks = f". Define {', '.join(missing)}" if missing else ""
         raise ConfigError(f"expected a class that is a hsx_dist.format.codecs.Codec, got {codec!r}{lacks}")
     if not isinstance(codec.name, str) or not _NAME.fullmatch(codec.name):
         raise ConfigError(

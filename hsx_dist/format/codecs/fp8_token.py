@@ -53,7 +53,8 @@ def encode_e4m3(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     codes += np.uint32((1 << 19) - 1)
     codes >>= 20
     codes -= np.uint32((127 - 7) << 3)
-    # Below 2**-6 values are multiples of 2**-9, the unit in the last place of float32 at 2**14: the sum rounds.
+    # Codes of values below 2**-6 count multiples of 2**-9. float32 values near 2**14 have the same spacing, so that
+    # adding 2**14 rounds to such a multiple.
     small = magnitude < np.uint32((127 - 6) << 23)
     if small.any():
         shifted = magnitude[small].view(np.float32) + np.float32(2.0**14)

@@ -352,7 +352,7 @@ def test_taps_that_are_all_dead_are_seen():
 def test_an_object_of_one_sample_holds_what_one_rank_has_whole():
     server, of_a_job = ConnectorConfig(output="out"), ConnectorConfig(output="out", transport="attach", address="x")
     check_layout(CAPTURED, server)
-    with pytest.raises(ConfigError, match=r"tensor-parallel rank has whole with layout 'sample' .*got q too"):
+    with pytest.raises(ConfigError, match=r"one tensor-parallel rank with layout 'sample' .*got q too"):
         check_layout([replace(HEADS, shards=2), STATES], server)
     check_layout([STATES], of_a_job)
     with pytest.raises(ConfigError, match=r"hidden_states alone .*got q, topk_ids too"):

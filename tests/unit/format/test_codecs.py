@@ -128,7 +128,7 @@ def test_registering(inverted: Codec) -> None:
 
         def encode(self) -> None: ...
 
-    with pytest.raises(ConfigError, match="it lacks decode, to_dict, lossy"):
+    with pytest.raises(ConfigError, match="Define decode, to_dict, lossy"):
         register_codec(Half)  # type: ignore[type-var]
     with pytest.raises(ConfigError, match="expected a class"):
         register_codec(Inverted(1))  # type: ignore[type-var]

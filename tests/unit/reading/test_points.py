@@ -180,14 +180,14 @@ def test_an_object_without_receipts_is_read() -> None:
 def test_an_object_without_a_segment_of_a_column_is_a_piece(lost: int) -> None:
     segments = point_sample("a").segments(0, CUTS)
     assert len(segments) == 7
-    with pytest.raises(SampleNotFound, match="only a piece"):
+    with pytest.raises(SampleNotFound, match="only some segments"):
         load_object(object_of(segments[:lost] + segments[lost + 1 :]), "a.safetensors", points=["topk_ids"])
 
 
 @pytest.mark.parametrize("changes", [{"columns": 9, "column": 8}, {"columns": 9}, {"total": 38}])
 def test_an_object_whose_columns_say_other_things_of_their_sample_is_a_piece(changes: dict[str, Any]) -> None:
     segments = facts(point_sample("a").segments(0), 3, **changes)
-    with pytest.raises(SampleNotFound, match="only a piece"):
+    with pytest.raises(SampleNotFound, match="only some segments"):
         load_object(object_of(segments), "a.safetensors", points=["topk_ids"])
 
 

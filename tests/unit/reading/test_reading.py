@@ -172,14 +172,14 @@ def test_what_is_not_there_is_told(store: Store, tmp_path: Path) -> None:
     writer = write(store)
     run = open_run(store.url)
     assert not run.complete
-    for key, reason in (("empty", "no text"), ("unlucky", "replica died"), ("nobody", "not stored yet")):
+    for key, reason in (("empty", "no text"), ("unlucky", "replica died"), ("nobody", "is not complete")):
         with pytest.raises(SampleNotFound, match=reason):
             run[key]
     writer.complete()
     run.refresh()
     assert run.complete
     assert len(run) == 3
-    with pytest.raises(SampleNotFound, match="none has this key"):
+    with pytest.raises(SampleNotFound, match="the run is complete with 3 samples"):
         run["nobody"]
     with pytest.raises(ConfigError, match="2, 15, 30"):
         run["long"].load([3])

@@ -76,7 +76,7 @@ def test_a_bounded_sample_reads_no_more(tmp_path: Path) -> None:
     own = compute_statistics(run_at(tmp_path), [15], max_tokens=100).layers[15]
     assert own.tokens == 100
     assert own.samples < 12
-    with pytest.raises(ConfigError, match="expected at least 1"):
+    with pytest.raises(ConfigError, match="expected max_tokens of at least 1"):
         compute_statistics(run_at(tmp_path / "other"), [15], max_tokens=0)
 
 

@@ -20,7 +20,7 @@ from hsx_dist.store.opening import Backend
         ("", "expected the url of a store"),
         ("s3://", "expected a bucket behind s3://"),
         ("nosuch://x/y", "expected a scheme that fsspec knows"),
-        ("file://relative/path", "add the leading slash"),
+        ("file://relative/path", "Add the leading slash"),
         ("s3://me:hunter2secret@bucket/x", "URL without credentials"),
     ],
 )
@@ -100,7 +100,7 @@ except ConfigError as e:
 """
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert "FsspecStore('s3://bucket/x')" in said
-    assert "the package obstore is missing" in said
+    assert "expected the package obstore, got none" in said
 
 
 ODD_ENDPOINTS = [

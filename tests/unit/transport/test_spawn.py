@@ -93,7 +93,7 @@ def test_when_it_is_killed_its_samples_are_told_and_the_next_are_stored(outlet, 
     for i in range(3):
         with pytest.raises(SampleFailed, match="exit code -9"):
             states_of(tmp_path, f"lost{i}")
-    assert "ended with exit code -9 and 3 samples" in caplog.text
+    assert "ended with exit code -9: 3 samples are lost" in caplog.text
     submit(outlet, "next", some(seed=9))
     settle(outlet)
     np.testing.assert_array_equal(states_of(tmp_path, "next"), some(seed=9))
