@@ -14,8 +14,8 @@ def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
     cost depends on the limits, not on the value.
 
     Raises:
-        ValueError: the value is nested deeper than ``max_depth`` (a scalar has depth 0). Its text exceeds
-            ``max_bytes``. It is no JSON (other types, mixed types of names, NaN, lone surrogates).
+        ValueError: the value is nested deeper than ``max_depth`` (a scalar has depth 0), or its text exceeds
+            ``max_bytes``. Or JSON cannot hold the value: other types, mixed types of names, NaN, lone surrogates.
     """
     left, depth, level = max_bytes, 0, [value]
     while level:
@@ -61,4 +61,4 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("expected text without lone surrogates, got some: readers may refuse it") from None
+        raise ValueError("expected text without lone surrogates, got some. Remove them") from None

@@ -1,4 +1,4 @@
-"""``hsx plan``: what a run will take, before anything is started."""
+"""``hsx plan``: estimate a run's cost before anything is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Reasons for refused rows that are shown.
 _REASONS = 5
-#: Assumed tokens a second of one replica, without ``--tokens-per-second``.
+#: Assumed tokens per second of one replica, without ``--tokens-per-second``.
 GUESSED = 10_000.0
 
 
@@ -63,7 +63,7 @@ def _facts(plan: RunPlan, model: str, rate: float | None, per_node: int) -> list
     exact = plan.sampled >= plan.rows - plan.unreadable
     sampled = "all of them encoded" if exact else f"{plan.sampled:,} encoded, ± {plan.margin:.1%}"
     unreadable = f", {plan.unreadable:,} cannot be read" if plan.unreadable else ""
-    guessed = "" if rate else " (a guess; --tokens-per-second says better)"
+    guessed = "" if rate else " (a guess; set --tokens-per-second)"
     seconds = f"{plan.seconds:,.0f} s" + (f" ({duration(plan.seconds)})" if plan.seconds >= 120 else "")
     kept = "" if plan.stored_tokens == plan.tokens else f", {plan.stored_tokens:,} of them kept"
     return [
@@ -76,8 +76,8 @@ def _facts(plan: RunPlan, model: str, rate: float | None, per_node: int) -> list
         ("parts", f"{plan.parts:,}, about {plan.requests:,} requests to the store"),
         (
             "cache",
-            f"{bytes_text(plan.cache.states)} of states beside {bytes_text(plan.cache.kv)} of keys and values a token "
-            f"and rank: {plan.cache.share:.0%} of it",
+            f"{bytes_text(plan.cache.states)} of states and {bytes_text(plan.cache.kv)} of keys and values per token "
+            f"and rank: states take {plan.cache.share:.0%}",
         ),
         (
             "host",
