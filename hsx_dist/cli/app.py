@@ -309,13 +309,13 @@ def drain(
     node: Annotated[Optional[str], typer.Option(help="Id or IP address of another node than this one.")] = None,  # noqa: UP045
     wait: Annotated[bool, typer.Option("--wait", help="Return after these seconds, as a Kubernetes preStop hook must.")] = False,
 ) -> None:
-    """Report to Ray that this node will stop: a run stores its pages here, and continues on other nodes."""
+    """Report to Ray that this node will stop. A run stores the pages on this node, and continues on other nodes."""
     import time
 
     from hsx_dist.fleet.drain import drain_node
     from hsx_dist.observe.console import say
 
-    say(f"node {drain_node(seconds, node=node)} drains; it has {seconds:g} seconds")
+    say(f"node {drain_node(seconds, node=node)} is draining; it stops in {seconds:g} seconds")
     if wait:
         time.sleep(seconds)
 

@@ -160,7 +160,7 @@ class InputConfig(Settings):
     num_shards: int = Field(default=1, ge=1, description="Divide the input among this many separate runs …")
     shard_index: int = Field(default=0, ge=0, description="… and take the rows of this run: number % num_shards.")
     limit: int | None = Field(
-        default=None, ge=0, description="Take at most this many of the rows that sample and shard select, including refused ones."
+        default=None, ge=0, description="Limit of the rows after sample and shard. Refused rows count."
     )
     storage_options: Options = Field(
         default_factory=dict, description="fsspec options for reading the input; never shown."

@@ -114,7 +114,7 @@ def _values(row: Mapping[str, Any], name: str) -> np.ndarray[Any, Any]:
     x = row[name]
     if x.is_floating_point() == (name != _WEIGHTS):
         raise FormatError(
-            f"{row['key'][:80]!a}: expected {name} in the router's dtype, got {x.dtype}. The sample is damaged: extract "
-            "it again"
+            f"{row['key'][:80]!a}: expected {name} in the router's dtype, got {x.dtype}. The sample is damaged: "
+            "extract it again"
         )
     return (x.float() if name == _WEIGHTS else x).numpy()  # type: ignore[no-any-return]

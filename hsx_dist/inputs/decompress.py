@@ -56,7 +56,7 @@ DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {
 
 
 class DecompressedFile(io.RawIOBase):
-    """The decompressed bytes of all frames of ``source``. Reading raises errors of ``BROKEN``: EOFError if the file ends
+    """The decompressed bytes of all frames of ``source``. Raises errors of ``BROKEN``, and EOFError if the file ends
     within a frame."""
 
     def __init__(self, source: IO[bytes], make: Callable[[], _Decompressor]) -> None:

@@ -9,7 +9,7 @@ from typing import IO
 from hsx_dist.errors import FormatError
 from hsx_dist.inputs.decompress import FREE_BYTES, FREE_ROWS, MAX_EXPANSION, MOST_ROWS
 
-#: A line longer than ``_SKIPPED`` times the limit is an error that ends the input. So are more than ``_MOST_EMPTY`` empty
+#: A line longer than ``_SKIPPED`` times the limit ends the input with an error. So do more than ``_MOST_EMPTY`` empty
 #: lines in a row.
 _SKIPPED, _MOST_EMPTY = 64, 100_000
 #: Bytes that are read at once of a line above the limit.

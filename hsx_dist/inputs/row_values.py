@@ -135,7 +135,7 @@ def kind_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a number or short text in quotation marks, or the kind of another value, which may be too large to print."""
+    """Return a number or short text in quotation marks, or the kind of any other value, which may be very large."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     return repr(str(value)[:40]) if isinstance(value, (int, float, str)) else kind_of(value)

@@ -160,8 +160,8 @@ class _Choice:
 
 
 class _RowCheck:
-    """Checks rows one after another. Keeps a hash of each key to find duplicates, about 100 bytes per row. Keeps none if
-    ``id`` is null, because the keys are then row numbers."""
+    """Checks rows one after another. Keeps a hash of each key to find duplicates: about 100 bytes per row. Keeps none
+    if ``id`` is null, because the keys are then row numbers."""
 
     def __init__(self, config: InputConfig, stems: Sequence[str]) -> None:
         """``stems``: the labels of all sources of the input."""
@@ -204,7 +204,7 @@ class _RowCheck:
         try:
             key = self._key(number, record)
             if not self._first(key):
-                # Refused under the row's number: the key belongs to the first row that has it, even if that was refused.
+                # Refused under the row's number: the key belongs to the first row that has it, also to a refused one.
                 reason = f"duplicate id {key[:80]!r}: an earlier row has it; give each row a different id"
                 return self._refused(row, number, reason)
             fields = self._content(record)

@@ -36,7 +36,7 @@ _FORMATS: dict[str, Format] = {
 }  # fmt: skip
 _LINES = ("jsonl", "text")
 _ARCHIVES = frozenset({".zip", ".tar", ".lz4", ".sz", ".snappy"})
-#: Schemes that fsspec cannot open in bounded memory: tarfile reads as much as a header claims. References name any file.
+#: fsspec cannot open these in bounded memory: tarfile reads as much as a header claims, and references name any file.
 _UNBOUNDED = frozenset({"tar", "libarchive", "reference"})
 #: Files that Hugging Face's ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` write into their folders.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"

@@ -93,8 +93,8 @@ def read_columns(
         for batch in batches:
             if batch.num_rows > _FREE_ROWS + 8 * batch.nbytes:
                 raise FormatError(
-                    f"expected bytes for each of {batch.num_rows} rows, got {batch.nbytes} bytes in all. Write the file "
-                    "again"
+                    f"expected bytes for each of {batch.num_rows} rows, got {batch.nbytes} bytes in all. Write the "
+                    "file again"
                 )
             left -= batch.num_rows
             if left < 0:

@@ -15,7 +15,7 @@ Rows = Callable[[], Iterator[Row | RowFate]]
 
 
 def count_rows(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> tuple[int, int]:
-    """(all rows, rows that no receipt accounts for)."""
+    """Return the number of all rows, and the number of rows that no receipt accounts for."""
     total = todo = 0
     for row in rows():
         total += 1
@@ -24,8 +24,8 @@ def count_rows(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) ->
 
 
 def accounted(row: Row | RowFate, manifest: Manifest, *, retry_poison: bool = False) -> bool:
-    """Whether a row's outcome is final. A refused row stays refused while its content is the same, as the settings are.
-    A poison row stays poison, unless ``retry_poison``. A failed row is tried again."""
+    """Whether a row's outcome is final. A refused row stays refused while its content is the same, because a resume has
+    the same settings. A poison row stays poison, unless ``retry_poison``. A failed row is tried again."""
     if isinstance(row, RowFate):
         return row.key in manifest.refused
     if row.key in manifest.samples:
@@ -37,8 +37,8 @@ def accounted(row: Row | RowFate, manifest: Manifest, *, retry_poison: bool = Fa
 
 
 def remaining(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> Iterator[Row | RowFate]:
-    """Rows that are still to be computed. Before a row that was refused earlier and is readable now, the withdrawal of
-    its earlier outcome is yielded."""
+    """Yield rows without a final outcome. If a row was refused earlier and is readable now, first yields the withdrawal
+    of its earlier outcome."""
     for row in rows():
         if accounted(row, manifest, retry_poison=retry_poison):
             continue

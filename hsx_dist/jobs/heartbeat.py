@@ -22,8 +22,8 @@ LAST_S = 10.0
 class Heartbeat:
     """Increments the attempt's heartbeat every few seconds, on a thread. If it stops, another driver may take over.
 
-    ``progress()`` returns further values of each beat (JSON types). ``on_over(why)`` is called on that thread when a
-    newer attempt was taken or the run was removed: this attempt's driver must stop.
+    ``progress()`` returns further values of each beat (JSON types). The thread calls ``on_over(why)`` when a newer
+    attempt was taken or the run was removed: this attempt's driver must stop.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Heartbeat:
         self._end = threading.Event()
         self._last = ""
         self._removed = False
-        self._beat("running")  # the first at once: else a new attempt looks dead
+        self._beat("running")  # the first beat at once: otherwise a new attempt looks dead
         self._thread = threading.Thread(target=self._loop, name="hsx-heartbeat", daemon=True)
         self._thread.start()
 
@@ -78,8 +78,8 @@ class Heartbeat:
             log.warning("heartbeat %d was not stored: %s", self._value, e)
 
     def stop(self, state: str) -> None:
-        """Store the last value: ``finished``, ``failed``, ``fenced``, or ``stopped`` and why. Returns after a time
-        limit; the thread goes on trying until the process ends."""
+        """Store the last value: ``finished``, ``failed``, ``fenced``, or ``stopped: WHY``. Waits at most ``LAST_S``
+        seconds. The thread then continues to try until the process ends."""
         self._last = state
         self._end.set()
         self._thread.join(LAST_S)

@@ -37,15 +37,15 @@ def check_same_input(url: str, run: Mapping[str, Any], manifest: Manifest, rows:
         content = wanted.pop(row.key, None)
         if content is not None and isinstance(row, Row) and row.content != content:
             raise RunMismatch(
-                f"the run at {url} was made with another input (row {row.key!r} had other content when its states were "
-                "stored). Choose another output, or the same input"
+                f"{url}: expected the input of the stored run, got row {row.key!r} with other content than the stored "
+                "one. Use the same input, or choose another output"
             )
         if not wanted:
             return
     if known and len(wanted) == len(known):
         raise RunMismatch(
-            f"the run at {url} was made with another input (it began with row {next(iter(known))!r}, and none of its "
-            "first rows is in this one). Choose another output, or the same input"
+            f"{url}: expected the input of the stored run, which began with row {next(iter(known))!r}, got one without "
+            "any of its first rows. Use the same input, or choose another output"
         )
 
 

@@ -87,7 +87,7 @@ class HeldBytes:
         self._proven_then = 0
         self._end = threading.Event()
         self._every = every
-        self._list()  # raises to the caller: without listing, the limit cannot be held
+        self._list()  # an error goes to the caller: without listing, the limit cannot be kept
         self._thread = threading.Thread(target=self._loop, name="hsx-held-bytes", daemon=True)
         self._thread.start()
 
@@ -95,7 +95,7 @@ class HeldBytes:
         return self._listed + max(self._proven() - self._proven_then, 0)
 
     def _list(self) -> None:
-        before = self._proven()  # before the listing: a part that appears meanwhile is counted twice rather than never
+        before = self._proven()  # before the listing, so that a part that appears meanwhile is not missed
         listed = sum(info.size for info in self._store.list("data/"))
         self._listed, self._proven_then = listed, before
 
