@@ -197,7 +197,7 @@ def check_support(config: ExtractConfig, path: str) -> Diagnosis:
             model_class = ModelRegistry.models[architecture].load_model_cls()
         except Exception as e:  # noqa: BLE001 (a model's module may need what is not installed)
             return Diagnosis(
-                "support", "warn", f"vLLM's {architecture} cannot be loaded here ({type(e).__name__}: {e}); check with --engine"
+                "support", "warn", f"vLLM's {architecture} cannot be loaded ({type(e).__name__}: {e}); try --engine"
             )
         if supports_eagle3(model_class):
             return Diagnosis("support", "ok", f"vLLM's {architecture} supports hidden states")
