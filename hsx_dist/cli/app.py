@@ -188,7 +188,9 @@ def cat(
     key: Annotated[str, typer.Argument(metavar="KEY", help="Key of the sample.")],
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help=".npz, .npy (states alone), .safetensors.")],
     layers: LayersOption = None,
-    tokens: Annotated[str | None, typer.Option(metavar="START:STOP", help="E.g. 0:128, or -10: for the last 10.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="START:STOP", help="E.g. 0:128, or -10: for the last 10.")
+    ] = None,
     points: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Points of the model with commas, e.g. q,mlp_out.")
     ] = None,
@@ -218,7 +220,7 @@ def export(
             help="Folder or id whose final norm and lm_head to use. Default: the run's model, if it is an id."
         ),
     ] = None,
-    num_layers: Annotated[Optional[int], typer.Option(help="Number of the model's layers, if the run lacks it.")] = None,  # noqa: UP045
+    num_layers: Annotated[int | None, typer.Option(help="Number of the model's layers, if the run lacks it.")] = None,
     top_k: Annotated[int, typer.Option(min=1, help="topk-logprobs: tokens per position.")] = 32,
     with_last: Annotated[bool, typer.Option("--with-last", help="specforge-dflash: add the last state.")] = False,
     context: Annotated[int, typer.Option(min=1, help="saelens: tokens of a context.")] = 128,
@@ -227,7 +229,9 @@ def export(
         typer.Option(help="saelens: a hook such as blocks.3.hook_mlp_out, instead of --layers."),
     ] = None,
     require_loss_mask: Annotated[bool, typer.Option("--require-loss-mask", help="Refuse samples without one.")] = False,
-    shard: Annotated[Optional[str], typer.Option(metavar="I/N", help="Write every N-th file, from file I (0 is first).")] = None,  # noqa: UP045
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Write every N-th file, from file I (0 is first).")
+    ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Divide the work among tasks of the Ray cluster.")] = False,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
@@ -291,7 +295,9 @@ def stats(
         Optional[str],  # noqa: UP045
         typer.Option(help="Points such as q,mlp_out. Default: the hidden states; without them, all points but ids."),
     ] = None,
-    max_tokens: Annotated[Optional[int], typer.Option(min=1, help="Read this many tokens, of random samples. Default: all.")] = None,  # noqa: UP045
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Read this many tokens, of random samples. Default: all.")
+    ] = None,
     skip_first: Annotated[int, typer.Option(min=0, help="Leave out this many tokens at the start of samples.")] = 0,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
@@ -307,7 +313,9 @@ def stats(
 def drain(
     seconds: Annotated[float, typer.Option(min=0, help="Seconds until the node stops.")] = 90.0,
     node: Annotated[Optional[str], typer.Option(help="Id or IP address of another node than this one.")] = None,  # noqa: UP045
-    wait: Annotated[bool, typer.Option("--wait", help="Return after these seconds, as a Kubernetes preStop hook must.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Return after these seconds, as a Kubernetes preStop hook must.")
+    ] = False,
 ) -> None:
     """Report to Ray that this node will stop. A run stores the pages on this node, and continues on other nodes."""
     import time
@@ -323,7 +331,9 @@ def drain(
 @app.command()
 def gc(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A run, or where a server stores: a folder or a URL.")],
-    delete: Annotated[bool, typer.Option("--delete", help="Remove the objects. By default they are only listed.")] = False,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Remove the objects. By default they are only listed.")
+    ] = False,
     watch: Watch = 45.0,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
@@ -338,7 +348,9 @@ def gc(
 @app.command()
 def rm(
     run: RunPath,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove the run. By default, only show what would be removed.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove the run. By default, only show what would be removed.")
+    ] = False,
     watch: Watch = 45.0,
     storage_option: StorageOptions = None,
 ) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 #: Smaller blocks come from the allocator, which keeps them anyway. Each block is a mapping, and Linux allows 65,530
 #: mappings.
 _SMALL = 64 << 10
-#: Sizes are rounded up to a multiple of it, so that a block can be reused for almost the same size.
+#: Sizes are rounded up to multiples of this size, so that a block can be reused for almost the same size.
 _GRAIN = 16 << 10
 
 

@@ -21,8 +21,8 @@ class PlasmaViews:
         self._shared: list[tuple[int, int]] = []  # [start, stop) of mappings; Ray's object store is one, and stays
 
     def bring(self, data: np.ndarray[Any, Any]) -> bool:
-        """Have all of ``data`` at hand, as it is read next: one call instead of a fault for every few pages of memory.
-        Whether the system did so (Linux since 5.14)."""
+        """Map all of ``data``, which is read next: one call instead of a fault for every few pages of memory.
+        Returns whether the system did so (Linux since 5.14)."""
         return self._is_shared_array(data) and advise(data.ctypes.data, data.nbytes, "MADV_POPULATE_READ")
 
     def let_go(self, data: np.ndarray[Any, Any]) -> bool:

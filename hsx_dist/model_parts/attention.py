@@ -103,8 +103,8 @@ class AttentionPatterns:
         token attends to earlier tokens only, so the omitted tokens do not change the result.
 
         Raises:
-            ConfigError: the sample lacks ``q`` or ``k`` of the layer, is a selection of tokens, or has other heads than
-                the model. Or the model's attention window is shorter than the tokens.
+            ConfigError: the sample lacks ``q`` or ``k`` of the layer, lacks tokens before its last one, or has other
+                heads than the model. Or the model's attention window is shorter than the tokens.
             FormatError: stored bytes are wrong; ``IntegrityError``: they changed.
 
         Example:

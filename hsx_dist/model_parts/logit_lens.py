@@ -42,9 +42,9 @@ class LogitLens:
     Needs torch. Reads the model's ``config.json`` and two or three tensors, and runs none of its code. V: the size of
     the vocabulary.
 
-    Without a ``point`` and a layer, the logits are those of the model. They are computed from ``final_ln`` if the sample
-    has this point. Otherwise the final norm is applied to ``resid_final`` or the last layer of ``hidden_states``, as it
-    is to every other layer.
+    Without a ``point`` and a layer, the logits are those of the model. They are computed from ``final_ln`` if the
+    sample has this point. Otherwise the final norm is applied to ``resid_final`` or the last layer of
+    ``hidden_states``, as it is to every other layer.
 
     Layer ids of ``hidden_states`` are 0 (the embeddings) to N. If a sample has ``resid_pre`` or ``resid_final`` of a
     layer instead, the same ids select them.
@@ -163,7 +163,7 @@ class LogitLens:
             point, layer = stream_place(sample, layer, last)
         if point not in _STREAM:
             raise ConfigError(
-                f"point: expected a point of the residual stream, {', '.join(_STREAM)}, got {point!r}. Choose one of them"
+                f"point: expected a point of the residual stream, {', '.join(_STREAM)}, got {point!r}. Choose another"
             )
         if layer is None:
             if point in (_ENTERING, "resid_mid"):

@@ -202,7 +202,7 @@ def _read_json(path: Path, checks: Mapping[str, MemberCheck]) -> dict[str, Any]:
         with path.open("rb") as f:
             data = f.read(_JSON_BYTES + 1)
     except OSError as e:
-        raise ConfigError(f"{path}: expected a file of the model, got {e.strerror}. Name another model (--model)") from e
+        raise ConfigError(f"{path}: expected the model's file, got {e.strerror}. Name another model (--model)") from e
     if len(data) > _JSON_BYTES:
         raise FormatError(f"{path}: expected at most {_JSON_BYTES} bytes, got more. Name another model (--model)")
     # transformers writes Infinity into some configurations.

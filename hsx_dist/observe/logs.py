@@ -66,7 +66,7 @@ class NotSoOften(logging.Filter):
             since, count = self._seen.get(kind, (now, 0))
             if now - since >= WINDOW_S:
                 if count > OFTEN:
-                    record.suppressed = f" (and {count - OFTEN} more like it were left out)"
+                    record.suppressed = f" (and {count - OFTEN} similar lines were left out)"
                 since, count = now, 0
             self._seen[kind] = since, count + 1
             if len(self._seen) > 1000:  # texts that the caller formatted all differ

@@ -51,9 +51,7 @@ _FATES = ("stored", "refused", "failed", "poison", "retried")
 
 METRICS: tuple[Metric, ...] = (
     Metric("rows", "counter", "driver", "Input rows by fate.", "fate", False, _FATES),
-    Metric(
-        "rows_left", "gauge", "driver", "Input rows without an outcome; 0 when the attempt has ended.", "", False
-    ),
+    Metric("rows_left", "gauge", "driver", "Input rows without an outcome; 0 when the attempt has ended.", "", False),
     Metric("replicas_ready", "gauge", "driver", "Replicas whose engine is up.", "", False),
     Metric("replica_deaths", "counter", "driver", "Replicas that died or did not start.", "", False),
     Metric("tasks_open", "gauge", "driver", "Tasks of replicas that are not finished.", "", False),
@@ -84,7 +82,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("ring_bytes", "gauge", "replica", "Bytes in flight between the cache and the writers."),
     Metric("oldest_page_seconds", "gauge", "replica", "Age of the oldest page that was not sent to a writer yet."),
     Metric("blocks_held", "gauge", "replica", "Cache blocks of ended requests that wait to be copied."),
-    Metric("credit_bytes", "gauge", "replica", "Limit of the bytes in flight to writers that have not answered.", "", False),
+    Metric("credit_bytes", "gauge", "replica", "Bytes that writers accept before they answer.", "", False),
     Metric("unanswered_bytes", "gauge", "replica", "Bytes in flight to writers that have not answered.", "", False),
     Metric("raw_bytes", "counter", "writer", "Bytes of hidden states in stored parts, before encoding."),
     Metric("stored_bytes", "counter", "writer", "Bytes of stored parts, including headers and token ids."),
@@ -111,11 +109,9 @@ METRICS: tuple[Metric, ...] = (
         True,
         _ENDS,
     ),
-    Metric(
-        "store_retries", "counter", "writer", "Calls to the store that failed and were retried, by error.", "error"
-    ),
+    Metric("store_retries", "counter", "writer", "Calls to the store that failed and were retried, by error.", "error"),
     Metric("held_bytes", "gauge", "writer", "Bytes being encoded, or encoded and not yet stored."),
-    Metric("oldest_segment_seconds", "gauge", "writer", "Age of the oldest segment whose put has not begun."),
+    Metric("oldest_segment_seconds", "gauge", "writer", "Age of the oldest segment that is in no complete part yet."),
     Metric("nonfinite_rows", "counter", "writer", "Rows of one layer with a NaN or an infinity."),
     Metric("zero_layers", "counter", "writer", "Layers of one segment that are zero throughout."),
 )

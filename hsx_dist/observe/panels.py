@@ -180,7 +180,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "How old are waiting pages and segments?",
-                "The oldest page that was not sent, and the oldest segment whose put has not begun.",
+                "The oldest page that was not sent, and the oldest segment that is in no complete part.",
                 "s",
                 (
                     (f"max by (run) (ray_hsx_oldest_page_seconds{_OF})", "page"),

@@ -14,7 +14,8 @@ from hsx_dist.format.runs import newest_and_complete, read_heartbeat
 from hsx_dist.observe.units import duration
 from hsx_dist.store import Store
 
-#: Age in seconds from which a heartbeat is shown as old. A driver that takes over reads it twice before it decides.
+#: Age in seconds from which a heartbeat is shown as old. This proves no death: ``hsx gc`` and ``hsx rm`` observe
+#: whether the heartbeat changes.
 OLD_S = 30.0
 
 
@@ -75,12 +76,12 @@ class Standing:
 
     @property
     def stale(self) -> bool:
-        """Said to run, and not heard of lately."""
+        """Whether the state is ``running``, but the last heartbeat is old."""
         return self.state == "running" and self.age is not None and self.age > OLD_S
 
 
 def look(root: Store, before: Standing | None = None) -> Standing:
-    """How the run at ``root`` stands now; rates since ``before``.
+    """Return the present state of the run at ``root``, with rates since ``before``.
 
     Raises:
         RunError: there is no run, or it is being removed.
@@ -108,12 +109,12 @@ def look(root: Store, before: Standing | None = None) -> Standing:
 
 
 def follow(root: Store, every: float) -> Iterator[Standing]:
-    """Look again and again, ``every`` seconds, until the attempt has ended."""
+    """Yield the run's state every ``every`` seconds until the attempt has ended."""
     standing: Standing | None = None
     while True:
         now = look(root, standing)
         if standing is not None and now.progress.get("seconds") == standing.progress.get("seconds"):
-            # The heartbeat has not changed: neither have the rates.
+            # The heartbeat has not changed, so the last rates are still the best.
             now.rows_per_second, now.tokens_per_second = standing.rows_per_second, standing.tokens_per_second
             now.bytes_per_second, now.waiting = standing.bytes_per_second, standing.waiting
         standing = now

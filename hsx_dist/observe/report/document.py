@@ -136,8 +136,8 @@ def _time(facts: RunFacts, canvas: Canvas) -> str:
     parts = []
     if len(facts.timeline.seconds):
         parts.append(
-            "<h2>Throughput</h2><p class=note>Tokens and bytes that became durable, by the times of receipts. Each part "
-            "is spread over the time since the previous receipt. Engines load first."
+            "<h2>Throughput</h2><p class=note>Tokens and bytes that became durable, by the times of receipts. Each "
+            "part is spread over the time since the previous receipt. Engines load first."
             + (" Dotted lines: another attempt takes over." if len(facts.attempts) > 1 else "")
             + "</p>"
             + canvas.throughput(facts.timeline)

@@ -71,7 +71,7 @@ class Canvas:
         self._drawn = 0
 
     def _draw(self, fill: Any, width: float, height: float, label: str) -> str:
-        """Return the SVG of a figure of ``width`` by ``height`` inches. ``fill(figure)`` draws it. ``label``: its name."""
+        """Return SVG of a figure of ``width`` by ``height`` inches, drawn by ``fill(figure)``. ``label``: its name."""
         with self._style():
             figure = self._figure(figsize=(width, height), layout="constrained")
             fill(figure)

@@ -21,7 +21,7 @@ LAYERS_DRAWN, HEADS_DRAWN, TOKENS_DRAWN = 4, 16, 48
 
 @dataclass(frozen=True, slots=True)
 class LayerPatterns:
-    """Patterns of one layer. ``patterns``: float32 ``[len(heads), n, n]``. ``last``: attention of the last token, as the
+    """Patterns of one layer. ``patterns``: float32 ``[len(heads), n, n]``. ``last``: attention of the last token, the
     mean of all ``num_heads`` heads, float32 ``[n]``."""
 
     layer: int
