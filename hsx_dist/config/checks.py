@@ -22,8 +22,8 @@ _REFUSED_ENGINE_KWARGS = {
     "speculative_config": "the extraction sets it: vLLM computes hidden states through its extract_hidden_states "
     "method; choose layers with the setting layers",
     "kv_transfer_config": "the extraction sets it: states leave the engine through its own connector",
-    "model": "the setting model names the model",
-    "revision": "the setting revision names the revision",
+    "model": "it is a separate setting; use model",
+    "revision": "it is a separate setting; use revision",
 }
 _REFUSED_SAMPLING_PARAMS = {
     "kv_transfer_params": "the extraction fills it with each row's key",

@@ -23,10 +23,10 @@ def test_allow_starts_and_goes_on(tmp_path):
 
 
 def test_must_wants_a_run_and_never_wants_none(tmp_path):
-    with pytest.raises(RunMismatch, match="resume: must"):
+    with pytest.raises(RunMismatch, match="for resume=must, got none"):
         opened(tmp_path, "must")
     opened(tmp_path, "never")
-    with pytest.raises(RunMismatch, match="resume: never"):
+    with pytest.raises(RunMismatch, match="for resume=never, got one"):
         opened(tmp_path, "never")
     opened(tmp_path, "must")
 

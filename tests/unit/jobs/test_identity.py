@@ -45,12 +45,14 @@ def test_a_row_without_a_sample_may_be_corrected() -> None:
     corrected = [{"id": "r0", "text": "better"}, *PROMPTS[1:]]
     check(corrected, ALL[1:])
     check([{"id": "other", "text": "x"}], [])  # nothing is stored yet
-    with pytest.raises(RunMismatch, match=r"s3://b/run .* another input \(row 'r0' had other content"):
+    with pytest.raises(
+        RunMismatch, match=r"s3://b/run.*: expected the input of the stored run, got row 'r0' with other content"
+    ):
         check(corrected, ALL)
 
 
 def test_another_input() -> None:
-    with pytest.raises(RunMismatch, match="none of its first rows is in this one"):
+    with pytest.raises(RunMismatch, match="without any of its first rows"):
         check([{"id": f"x{i}", "text": "y"} for i in range(40)], ALL)
 
 
