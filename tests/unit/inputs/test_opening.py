@@ -35,8 +35,8 @@ def test_another_meaning_is_refused_and_every_field_that_differs_is_named(tmp_pa
     opened(tmp_path)
     with pytest.raises(RunMismatch) as e:
         opened(tmp_path, model="other", layers=[2])
-    assert "model: the run has 'm', this is 'other'" in str(e.value)
-    assert "layers: the run has [1], this is [2]" in str(e.value)
+    assert "model='other' (stored: 'm')" in str(e.value)
+    assert "layers=[2] (stored: [1])" in str(e.value)
     assert "template" not in str(e.value)
 
 
