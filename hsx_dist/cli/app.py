@@ -115,7 +115,7 @@ def plan(
     replicas_per_node: Annotated[int, typer.Option(min=1, help="Replicas that share a node's network.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate what a run will take: tokens, bytes, parts, cache, time, network. Starts no engine, stores nothing."""
+    """Estimate a run: tokens, bytes, parts, cache, time, network. Starts no engine, stores nothing."""
     from hsx_dist.cli.plan import run_plan
 
     run_plan(

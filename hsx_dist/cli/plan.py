@@ -50,7 +50,7 @@ def run_plan(
     print_facts(_facts(plan, public_url(settings.model), tokens_per_second, replicas_per_node))
     if len(plan.point_bytes) > 1:
         points = ((name, str(layers), f"{size:,}") for name, (layers, size) in plan.point_bytes.items())
-        print_table(("point", "layers", "bytes a token"), points, numbers=("layers", "bytes a token"))
+        print_table(("point", "layers", "bytes per token"), points, numbers=("layers", "bytes per token"))
     stored = ((name, bytes_text(size), f"{plan.raw_bytes / max(size, 1):.2f}") for name, size in plan.stored.items())
     print_table(("codec", "stored", "raw / stored"), stored, numbers=("stored", "raw / stored"))
     for reason, count in list(plan.refused.items())[:_REASONS]:
@@ -70,7 +70,7 @@ def _facts(plan: RunPlan, model: str, rate: float | None, per_node: int) -> list
         ("model", model),
         ("rows", f"{plan.rows:,} ({sampled}{unreadable})"),
         ("tokens", f"{plan.tokens:,}{kept}"),
-        ("a token", f"{plan.token_bytes:,} bytes of states"),
+        ("per token", f"{plan.token_bytes:,} bytes of states"),
         ("raw", bytes_text(plan.raw_bytes)),
         ("stored", f"{bytes_text(plan.stored_bytes)} with {plan.codec}"),
         ("parts", f"{plan.parts:,}, about {plan.requests:,} requests to the store"),
@@ -82,7 +82,7 @@ def _facts(plan: RunPlan, model: str, rate: float | None, per_node: int) -> list
         (
             "host",
             f"at most {bytes_text(plan.host.ring)} in the rings of a replica, and {bytes_text(plan.host.writer)} in "
-            f"each writer ({plan.host.writers} a node)",
+            f"each writer ({plan.host.writers} per node)",
         ),
         ("time", f"{seconds} with {_replicas(plan.replicas)} of {rate or GUESSED:,.0f} tokens/s{guessed}"),
         (

@@ -114,7 +114,7 @@ def _parse(text: str, where: str) -> Any:
         mark = getattr(e, "problem_mark", None)
         at = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(
-            f"{where}:{at} expected YAML, got: {getattr(e, 'problem', None) or 'other text'}; correct it"
+            f"{where}:{at} expected YAML, got: {getattr(e, 'problem', None) or 'other text'}; correct the text there"
         ) from None
 
 

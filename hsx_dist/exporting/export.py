@@ -121,7 +121,7 @@ def export_run(
         True
     """
     if not 0 <= shard < shards:
-        raise ConfigError(f"shard: expected 0 … {shards - 1}, got {shard}")
+        raise ConfigError(f"shard: expected 0 … {shards - 1}, got {shard}. Count shards from 0")
     run = run.snapshot()  # files are named by position
     folder = Path(dest)
     options = options or ExportOptions()

@@ -346,8 +346,8 @@ class RayFleet:
             events += self._flush_whatever_it_takes(hurry)
         else:
             self._flush_by(end)
-        # Receipts of the flush arrive with the open call of ``events``, or with the next one. With a time limit there is
-        # one round of at most a second: writers without events are not waited for.
+        # Receipts of the flush arrive with the open call of ``events``, or with the next one. With a time limit there
+        # is one round of at most a second: writers without events are not waited for.
         for _ in range(2 if end is None else 1):
             refs = self._answering()
             patience = None if end is None else min(end - time.monotonic(), 1.0)

@@ -213,7 +213,7 @@ class Replica:
         from vllm import LLM
         from vllm.exceptions import VLLMValidationError
 
-        #: vLLM's errors for a bad request; the engine goes on.
+        #: vLLM's errors for a bad request, after which the engine continues.
         self._refusals = (VLLMValidationError,)
         spec = self._spec
         try:

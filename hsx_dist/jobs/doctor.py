@@ -160,7 +160,7 @@ def check_model(config: ExtractConfig) -> list[Diagnosis]:
     model = preflight.examine_model(config)
     text = preflight.load_text_config(config, model.path)
     layers = preflight.captured_note(model)
-    facts = f"{layers}, hidden size {model.hidden_size}, {model.dtype}, {model.token_bytes:,} bytes a token"
+    facts = f"{layers}, hidden size {model.hidden_size}, {model.dtype}, {model.token_bytes:,} bytes per token"
     found = [Diagnosis("model", "ok", facts)]
     if config.source == "cache":  # taps need the loaded model: only --engine can check them
         found.append(check_support(config, model.path))

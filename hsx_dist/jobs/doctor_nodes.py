@@ -69,7 +69,9 @@ def check_budgets(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> 
         )
         yield Diagnosis("object store", "warn", message)
     else:
-        yield Diagnosis("object store", "ok", f"the smallest has {smallest:,} MiB; {credit >> 20:,} MiB a writer")
+        yield Diagnosis(
+            "object store", "ok", f"the smallest has {smallest:,} MiB; {credit >> 20:,} MiB for each writer"
+        )
 
 
 def ask_nodes(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Diagnosis]]]:

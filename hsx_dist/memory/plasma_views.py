@@ -34,8 +34,8 @@ class PlasmaViews:
         return self._is_shared_array(data) and advise(data.ctypes.data, data.nbytes, "MADV_DONTNEED")
 
     def let_go_between(self, arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
-        """``let_go`` for everything between the first and the last of ``arrays``. They are arguments of one call, so
-        they are in one object of Ray's store, and no other object is between them."""
+        """Drop the view of all memory from the first to the last of ``arrays``. They are arguments of one call, so they
+        are in one object of Ray's store, and no other object is between them."""
         starts = [data.ctypes.data for data in arrays]
         stops = [start + data.nbytes for start, data in zip(starts, arrays, strict=True)]
         if not starts or max(stops) - min(starts) < LEAST_BYTES or not self._shares(min(starts), max(stops)):

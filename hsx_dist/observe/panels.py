@@ -65,11 +65,11 @@ def total(name: str, by: str = "run") -> str:
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
-        "Does it go on?",
+        "Does the run make progress?",
         (
             Panel("How many rows are left?", "Rows without an outcome.", "short", ((total("rows_left"), "{{run}}"),)),
             Panel(
-                "What becomes of the rows?",
+                "How do rows end?",
                 "Rows per second by outcome; retried rows are computed again.",
                 "short",
                 ((rate("rows", "fate"), "{{fate}}"),),
@@ -92,7 +92,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         "How fast is it?",
         (
             Panel(
-                "How many tokens a second?",
+                "How many tokens per second?",
                 "By replica.",
                 "short",
                 ((rate("tokens", "replica"), "replica {{replica}}"),),
@@ -237,7 +237,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "short",
                 ((rate("nonfinite_rows"), "not finite"), (rate("zero_layers"), "zero layers")),
             ),
-            Panel("Do engines die?", "Deaths per second.", "short", ((rate("replica_deaths"), "{{run}}"),)),
+            Panel("Do replicas die?", "Deaths per second.", "short", ((rate("replica_deaths"), "{{run}}"),)),
         ),
     ),
 )

@@ -106,7 +106,7 @@ def _what_ran(facts: RunFacts) -> str:
     numbers += [(f"{c[name]:,}", label) for name, label in _GONE.items() if c[name]]
     if seconds > 0:
         computed = sum(float(a.progress.get("tokens") or 0) for a in facts.attempts)
-        numbers.append((f"{computed / seconds:,.0f}", "tokens a second"))
+        numbers.append((f"{computed / seconds:,.0f}", "tokens per second"))
     layers = facts.meaning.get("layers", [])
     deepest = facts.about.get("num_hidden_layers")
     of = f" of 0…{deepest}" if deepest is not None else ""
@@ -172,7 +172,7 @@ def _failures(facts: RunFacts) -> str:
         for reason, n in reasons[:20]
     ]
     body = (
-        f'<table><tr><th>fate</th><th class="n">rows</th><th>reason (numbers left out)</th></tr>{"".join(rows)}</table>'
+        f'<table><tr><th>outcome</th><th class="n">rows</th><th>reason (numbers left out)</th></tr>{"".join(rows)}</table>'
         if rows
         else f"<p class=note>{'Every row has its sample' if facts.complete else 'None so far'}.</p>"
     )

@@ -96,8 +96,8 @@ class Canvas:
             bins = np.linspace(0, end, 61)
             scale, unit = _time_unit(end)
             for axes, values, name, color, by in (
-                (left, timeline.tokens, "tokens a second", BLUE, 1.0),
-                (right, timeline.raw_bytes, "MB a second, before encoding", ORANGE, 1e6),
+                (left, timeline.tokens, "tokens per second", BLUE, 1.0),
+                (right, timeline.raw_bytes, "MB per second, before encoding", ORANGE, 1e6),
             ):
                 # The tokens of a part are spread evenly over the time since the previous receipt.
                 stored = np.interp(bins, [0.0, *timeline.seconds], [0.0, *np.cumsum(values / by)])
