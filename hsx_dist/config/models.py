@@ -99,7 +99,7 @@ class InputConfig(Settings):
     )
     format: Literal["auto", "jsonl", "text", "parquet", "arrow", "dataset"] = Field(
         default="auto",
-        description="Format of the rows. jsonl: one object per line; text: one row per line; arrow: IPC files, streams, "
+        description="Format of rows. jsonl: one object per line; text: one row per line; arrow: IPC files, streams, "
         "Feather; dataset: a folder of Hugging Face save_to_disk. auto: by name, and by a folder's contents.",
     )
     split: str | None = Field(

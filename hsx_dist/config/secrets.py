@@ -204,7 +204,7 @@ _REFUSED = (
     "{}: expected a URL without credentials, got one with a part that may be one. Give credentials by the environment, "
     "a profile or storage_options"
 )
-#: A word that may be a scheme, and ``://``, which makes it one. Matches other words too, so that none is searched twice.
+#: A word that may be a scheme, and ``://``, which makes it one. Matches other words too, to search none of them twice.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://)?")
 #: ``scheme://``, chained or not, also with what libraries drop between its characters.
 _BEGINS = re.compile(
