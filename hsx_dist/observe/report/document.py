@@ -172,7 +172,8 @@ def _failures(facts: RunFacts) -> str:
         for reason, n in reasons[:20]
     ]
     body = (
-        f'<table><tr><th>end</th><th class="n">rows</th><th>reason (numbers left out)</th></tr>{"".join(rows)}</table>'
+        '<table><tr><th>outcome</th><th class="n">rows</th><th>reason (numbers left out)</th></tr>'
+        f"{''.join(rows)}</table>"
         if rows
         else f"<p class=note>{'Every row has its sample' if facts.complete else 'None so far'}.</p>"
     )
