@@ -76,7 +76,7 @@ class RunError(HsxError, RuntimeError):
 class RunMismatch(RunError):
     """The run is not the expected run.
 
-    Its settings would give its samples another meaning, or a saved state belongs to another run.
+    For example, the stored run has other settings or another input, or a saved state belongs to another run.
     """
 
 

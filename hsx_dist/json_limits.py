@@ -14,8 +14,8 @@ def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
     cost depends on the limits, not on the value.
 
     Raises:
-        ValueError: the value is nested deeper than ``max_depth`` (a scalar has depth 0). Its text exceeds
-            ``max_bytes``. It is no JSON (other types, mixed types of names, NaN, lone surrogates).
+        ValueError: the value is nested deeper than ``max_depth`` (a scalar has depth 0), or its text exceeds
+            ``max_bytes``. Or JSON cannot hold the value: other types, mixed types of names, NaN, lone surrogates.
     """
     left, depth, level = max_bytes, 0, [value]
     while level:
@@ -23,7 +23,7 @@ def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
         for item in level:
             left -= _least_bytes(item)
             if left < 0:  # before anything is iterated
-                raise ValueError(f"expected at most {max_bytes} bytes as JSON, got more")
+                raise ValueError(f"expected at most {max_bytes} bytes as JSON, got more. Shorten the value")
             if isinstance(item, str):
                 if not item.isascii():
                     _check_unicode(item)
@@ -35,14 +35,14 @@ def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
                 below += item.keys()
                 below += item.values()
         if below and depth == max_depth:
-            raise ValueError(f"expected values nested at most {max_depth} deep, got deeper ones")
+            raise ValueError(f"expected values nested at most {max_depth} deep, got deeper ones. Flatten the value")
         depth, level = depth + 1, below
     try:
         text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as e:
         raise ValueError(f"expected a value that JSON can hold, got another: {e}") from None
     if len(text) > max_bytes:
-        raise ValueError(f"expected at most {max_bytes} bytes as JSON, got {len(text)}")
+        raise ValueError(f"expected at most {max_bytes} bytes as JSON, got {len(text)}. Shorten the value")
     return text
 
 
@@ -61,4 +61,4 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("expected text without lone surrogates, got some: readers may refuse it") from None
+        raise ValueError("expected text without lone surrogates, got some. Remove them") from None

@@ -85,12 +85,12 @@ def _layer_id(item: int | str, num_layers: int) -> int:
         alone = f"; {item} must be the only item" if item in ("all", "eagle3") else ""
         raise ConfigError(
             f"layers: expected ids 0 … {num_layers}, negative ones from the end, or last, "
-            f"got {item!r}{alone}; correct it"
+            f"got {item!r}{alone}; use one of these"
         ) from None
     if not -num_layers - 1 <= layer <= num_layers:
         raise ConfigError(
             f"layers: expected ids 0 … {num_layers} (the model has {num_layers} layers; {num_layers} is the last one's "
-            f"output), or -1 … {-num_layers - 1} from the end, got {layer}; correct it"
+            f"output), or -1 … {-num_layers - 1} from the end, got {layer}; use one of these"
         )
     return layer if layer >= 0 else num_layers + 1 + layer
 
@@ -114,7 +114,7 @@ def point_of_hook(hook_name: str) -> tuple[str, int]:
     if found is None or found[2] not in _POINTS:
         raise ConfigError(
             f"hook_name: expected blocks.K. and one of hook_resid_pre, hook_resid_post, {', '.join(_POINTS)}, got "
-            f"{hook_name!r}. A run has no points for other hooks"
+            f"{hook_name!r}. Choose one of them: a run has no points for other hooks"
         )
     return _POINTS[found[2]], int(found[1])
 

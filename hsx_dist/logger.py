@@ -1,6 +1,6 @@
-"""The loggers of this package. Messages' arguments, which may be text of clients and stored objects, are escaped.
+"""The loggers of this package. They escape the arguments of messages, which may be text of clients or stored objects.
 
-Not by a formatter: in vLLM's server other code configures the formatters.
+A logging filter escapes them. A formatter could not, because in vLLM's server other code configures the formatters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Escaped:
     def __repr__(self) -> str:
         return printable(repr(self._value), MAX_ARGUMENT)
 
-    # For %d, %x and %f: NumPy's and torch's numbers are neither int nor float. These refuse a text.
+    # For %d, %x and %f: NumPy's and torch's numbers are neither int nor float. These methods refuse text.
     def __int__(self) -> int:
         return int(self._number())
 

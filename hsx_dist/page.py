@@ -51,9 +51,9 @@ def object_name(key: str) -> str:
         'chat%2F7'
     """
     if not key:
-        raise ValueError("a sample key must not be empty")
+        raise ValueError("expected a sample key, got an empty one. Use a key of at least one character")
 
-    # Only the characters that fit into the name: a client's key may be long, and this runs on the engine's thread.
+    # Escapes only the characters that fit into the name: a key may be long, and this runs on the engine's thread.
     name = "".join(map(_QUOTED.__getitem__, key[: _MAX_NAME + 1].encode("utf-8", "surrogatepass")))
     if name.startswith("."):
         name = f"%2E{name[1:]}"
@@ -69,7 +69,7 @@ def sample_key(key: str, *, prompt: int = 0, choice: int = 0) -> str:
     Args:
         key: the client's ``hidden_states_key``.
         prompt: index of the prompt in a completion request's batch.
-        choice: index of the choice, of the ``n`` choices of a prompt.
+        choice: index of the choice among the ``n`` choices of a prompt.
 
     Returns:
         ``key`` for the first; ``-p1``, ``-p2``, … is appended for a later prompt, and after that ``-n1``, … for a
@@ -131,7 +131,7 @@ class Segment:
     head: int = 0
 
     def __str__(self) -> str:
-        """For messages: ``repr`` has all of ``meta``, which may be megabytes of a stored object."""
+        """Describe the segment for messages. ``repr`` has all of ``meta``: megabytes, if a stored object has them."""
         of = f" of column {self.column} of {self.columns} ({self.point}, shard {self.shard} of {self.shards})"
         column = of if self.of_points else ""
         return f"segment {self.index}{column} of {self.key[:80]!a}, tokens [{self.start}, {self.stop}) of {self.total}"

@@ -1,6 +1,6 @@
-"""Reading runs with Ray Data, for Ray Train and pipelines (``read_hidden_states``), and exports as Ray tasks.
+"""Read runs with Ray Data, for Ray Train and pipelines (``read_hidden_states``), and export them in Ray tasks.
 
-Needs ``pip install "hsx-dist[ray-data]"`` on every node.
+Every node needs ``pip install "hsx-dist[ray-data]"``.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def read_hidden_states(
             each point instead of ``hidden_states`` and ``layer_ids``.
         layers: vLLM's layer ids; ``None``: all stored layers. Each of the ``points`` must have them.
         override_num_blocks, concurrency, ray_remote_args: see ``ray.data.read_datasource``.
-        options: of ``HiddenStatesDataset``: ``tokens``, ``max_tokens``, ``rename``, ``loss_mask``, ``on_error``, …
+        options: for ``HiddenStatesDataset``: ``tokens``, ``max_tokens``, ``rename``, ``loss_mask``, ``on_error``, …
 
     Raises:
         ConfigError: an option is not allowed here; the first sample lacks a point or layer.
@@ -151,7 +151,9 @@ def read_hidden_states(
     """
     wrong = sorted({"follow", "repeat", "shuffle", "rank", "world_size", "framework"} & set(options))
     if wrong:
-        raise ConfigError(f"expected options of single samples, got {wrong}. Shuffle and divide with Ray Data")
+        raise ConfigError(
+            f"expected options for reading single samples, got {wrong}. Remove them. Shuffle and divide with Ray Data"
+        )
     if not isinstance(source, (Run, Selection)):
         source = open_run(source, storage_options=storage_options)
     selection = source if isinstance(source, Selection) else source.select()

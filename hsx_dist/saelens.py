@@ -6,8 +6,8 @@ or from ``resid_pre`` and ``resid_final``. Other hooks, such as ``blocks.K.hook_
 are points of the model. Their values are those of TransformerLens for a model loaded without processing
 (``from_pretrained_no_processing``).
 
-Batches are as stored: SAELens normalises (``normalize_activations``). With ``scaling="norm"`` they are scaled as by its
-``expected_average_only_in``.
+Batches have the stored values: SAELens normalises them (``normalize_activations``). With ``scaling="norm"`` batches are
+scaled as SAELens' ``expected_average_only_in`` does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DataProvider(Iterator[Any]):
         self._iterator: Iterator[dict[str, Any]] | None = None
 
     def __next__(self) -> Any:
-        if self._iterator is None:  # not earlier, so that a state can be loaded
+        if self._iterator is None:  # created here, so that ``load_state_dict`` can be called before
             self._iterator = iter(self._batches)
         batch = next(self._iterator)
         if self._hook is not None:
@@ -53,7 +53,7 @@ class DataProvider(Iterator[Any]):
         return {name: _rows(batch, *place, self._layers) for name, place in self._places.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Position after the last batch; JSON types. As ``TokenBatches.state_dict``.
+        """Return the position after the last batch, in JSON types. See ``TokenBatches.state_dict``.
 
         Example:
             >>> state = provider.state_dict()
@@ -78,7 +78,7 @@ def data_provider(
     data: Mapping[str, Any] | None = None,
     **mixing: Any,
 ) -> DataProvider:
-    """Batches of activations without end: ``[B, H]`` float32 for one hook, ``{hook: [B, H]}`` for several.
+    """Return endless batches of activations: ``[B, H]`` float32 for one hook, ``{hook: [B, H]}`` for several.
 
     The result is an iterator with ``state_dict`` and ``load_state_dict``: store its state with each checkpoint.
 
@@ -90,7 +90,7 @@ def data_provider(
         mixing: arguments of ``TokenBatches``, such as ``buffer_tokens``, ``exclude_ids`` or ``device``.
 
     Raises:
-        ConfigError: a hook is no point, or not in the run.
+        ConfigError: a hook names no point, or the run lacks it.
         RunError, StoreError: as ``open_run``.
 
     Example:
@@ -133,7 +133,7 @@ def sae_config(run: Run | str, hook: str) -> dict[str, Any]:
         hook: a name of SAELens, such as ``blocks.14.hook_resid_post``.
 
     Raises:
-        ConfigError: the hook is no point, or the run's samples lack it.
+        ConfigError: the hook names no point, or the run's samples lack it.
         RunError, StoreError: as ``open_run``.
 
     Example:

@@ -2,8 +2,8 @@
 
     python -m hsx_dist.speculators train --hidden-states-backend hsx --hsx-run s3://bucket/run --data-path DATA …
 
-is ``speculators train`` with the additional back end ``hsx``. Row *i* of the prepared data set at ``--data-path`` must
-be the run's input row *i*, with the same tokens; speculators compares them.
+This command is ``speculators train`` with the additional back end ``hsx``. Row *i* of the prepared data set at
+``--data-path`` must be the run's input row *i*, with the same tokens; speculators compares them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
             missing = sorted(set(self._layers or ()) - set(run.layer_ids))
             if missing and run.layer_ids:
                 raise ConfigError(
-                    f"--hsx-layers: expected layers of {run.url}, {list(run.layer_ids)}, got {missing} too. Name others"
+                    f"--hsx-layers: expected layers of {run.url}, {list(run.layer_ids)}, got {missing} too. "
+                    "Name layers of the run"
                 )
             self._rows = {int(row): place for place, row in enumerate(run.index.rows) if row >= 0}
             self._run = run
@@ -182,7 +183,7 @@ class HsxBackend(HiddenStatesBackend):  # type: ignore[misc]
 
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:
-        """``--hsx-run``, ``--hsx-layers``, ``--hsx-storage-options``, ``--hsx-storage-path``."""
+        """Add ``--hsx-run``, ``--hsx-layers``, ``--hsx-storage-options``, ``--hsx-storage-path``."""
         parser.add_argument("--hsx-run", type=str, default=None, help="Path or URL of the run of hsx_dist to read.")
         parser.add_argument(
             "--hsx-layers",
@@ -205,7 +206,7 @@ class HsxBackend(HiddenStatesBackend):  # type: ignore[misc]
 
     @staticmethod
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
-        """``--hsx-storage-path``: where a launched server stores."""
+        """Add ``--hsx-storage-path``: where a launched server stores."""
         parser.add_argument("--hsx-storage-path", type=str, default=None, help="Folder or URL where the server stores.")
 
     @staticmethod
@@ -214,7 +215,9 @@ class HsxBackend(HiddenStatesBackend):  # type: ignore[misc]
         try:
             layers = None if args.hsx_layers is None else [int(k) for k in args.hsx_layers.split(",")]
         except ValueError as e:
-            raise ConfigError(f"--hsx-layers: expected ids with commas, got {args.hsx_layers!r}") from e
+            raise ConfigError(
+                f"--hsx-layers: expected layer ids separated by commas, such as 2,15,27, got {args.hsx_layers!r}"
+            ) from e
         options = None
         if args.hsx_storage_options is not None:
             # JSON is YAML. Literal credentials are refused: lists of jobs and processes show arguments.
@@ -225,9 +228,11 @@ class HsxBackend(HiddenStatesBackend):  # type: ignore[misc]
 
     @staticmethod
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
-        """For ``vllm serve``: hsx_dist's connector."""
+        """Return the ``--kv-transfer-config`` of ``vllm serve`` with hsx_dist's connector."""
         if not args.hsx_storage_path:
-            raise ConfigError("--hsx-storage-path: expected a folder or URL, got none")
+            raise ConfigError(
+                "--hsx-storage-path: expected a folder or URL, got none. Set it to the place where the server stores"
+            )
         return {
             "kv_connector": "HiddenStatesConnector",
             "kv_role": "kv_producer",

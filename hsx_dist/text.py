@@ -44,7 +44,7 @@ def printable_lines(text: object) -> str:
 
 
 def bounded(text: object) -> str:
-    """Make a reason for storing or returning: printable, at most ``MAX_REASON`` characters."""
+    """Return a reason in the form that is stored and returned: printable, at most ``MAX_REASON`` characters."""
     return printable(text, MAX_REASON)
 
 

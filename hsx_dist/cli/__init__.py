@@ -8,7 +8,10 @@ __all__ = ["main"]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run ``hsx`` with ``args`` (default: the process's) and exit: 0 fine, 1 something bad was found, 2 wrong use."""
+    """Run ``hsx`` with ``args`` (default: the process's arguments), and exit.
+
+    Exit status 0: success; 1: a problem was found or happened; 2: wrong use.
+    """
     from hsx_dist.cli.app import app
     from hsx_dist.cli.exit_codes import run_app
 

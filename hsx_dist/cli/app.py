@@ -1,4 +1,4 @@
-"""The commands of ``hsx`` and their options. What they need is imported when they run."""
+"""The commands of ``hsx`` and their options. A command's modules are imported when it runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Tokenizer = Annotated[
     ),
 ]
 Watch = Annotated[
-    float, typer.Option(min=0, help="Seconds for which the heartbeat of an attempt that did not end must stand still.")
+    float, typer.Option(min=0, help="Seconds without a change after which a heartbeat's driver counts as dead.")
 ]
 
 
@@ -81,11 +81,11 @@ def extract(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Extract hidden states of the rows of a file; a second run goes on where the first stopped."""
+    """Extract hidden states of the rows of a file. The same command continues an interrupted run."""
     from hsx_dist.cli.extract import run
 
     if config is None and pool is None and "RAY_ADDRESS" not in os.environ:
-        pool = "threads"  # the quick case, and no cluster at hand: one process, no Ray
+        pool = "threads"  # without a file of settings and a known cluster: one process, no Ray
     flags = {"model": model, "layers": layers, "output": output, "pool": pool}
     direct = {name: value for name, value in flags.items() if value is not None}
     if input_ is not None:
@@ -95,7 +95,7 @@ def extract(
 
 ConfigFile = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option("--config", metavar="FILE", help="YAML file of settings; without it all are given as KEY.SUB=VALUE."),
+    typer.Option("--config", metavar="FILE", help="YAML file of settings. Without it, give them as KEY.SUB=VALUE."),
 ]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045
@@ -107,15 +107,15 @@ Overrides = Annotated[
 def plan(
     overrides: Overrides = None,
     config: ConfigFile = None,
-    rows: Annotated[int, typer.Option(min=1, help="Encode so many rows, chosen by chance; all are counted.")] = 1000,
+    rows: Annotated[int, typer.Option(min=1, help="Encode this many random rows; all rows are counted.")] = 1000,
     tokens_per_second: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(min=1e-3, help="Of one replica: measured, or your guess (else 10,000)."),
+        typer.Option(min=1e-3, help="Tokens per second of one replica, measured or guessed. Default: 10,000."),
     ] = None,
     replicas_per_node: Annotated[int, typer.Option(min=1, help="Replicas that share a node's network.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate what a run will take: tokens, bytes, parts, cache, time, network. Starts no engine, stores nothing."""
+    """Estimate a run: tokens, bytes, parts, cache, time, network. Starts no engine, stores nothing."""
     from hsx_dist.cli.plan import run_plan
 
     run_plan(
@@ -136,8 +136,8 @@ def doctor(
         bool,
         typer.Option(
             "--engine",
-            help="Start the engine too, and check its states by its own head. Without settings: engines of every kind "
-            "that this machine runs, against transformers, which takes minutes.",
+            help="Also start the engine, and check its states with the model's own head. Without settings: start "
+            "engines of every kind that this machine runs, and compare them with transformers (takes minutes).",
         ),
     ] = False,
     report: Annotated[
@@ -146,7 +146,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check versions, model, store and nodes, and (--engine) the engine itself; exit status 1 where one fails."""
+    """Check versions, model, store and nodes, and (--engine) the engine itself. Exit status 1 if a check fails."""
     from hsx_dist.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(config, overrides or (), engine=engine, as_json=as_json, report=report))
@@ -155,7 +155,7 @@ def doctor(
 @app.command("ls")
 def list_samples(
     run: RunPath,
-    limit: Annotated[int, typer.Option(min=0, help="Print at most so many samples (0: all).")] = 1000,
+    limit: Annotated[int, typer.Option(min=0, help="Print at most this many samples (0: all).")] = 1000,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
@@ -188,7 +188,9 @@ def cat(
     key: Annotated[str, typer.Argument(metavar="KEY", help="Key of the sample.")],
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help=".npz, .npy (states alone), .safetensors.")],
     layers: LayersOption = None,
-    tokens: Annotated[str | None, typer.Option(metavar="START:STOP", help="E.g. 0:128, or -10: for the end.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="START:STOP", help="E.g. 0:128, or -10: for the last 10.")
+    ] = None,
     points: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Points of the model with commas, e.g. q,mlp_out.")
     ] = None,
@@ -208,7 +210,7 @@ def export(
         str,
         typer.Option(
             help="vllm, speculators, specforge-eagle3, specforge-dflash, specforge-dspark, modelopt, saelens, "
-            "topk-logprobs, routing, or one registered."
+            "topk-logprobs, routing, or a registered exporter."
         ),
     ],
     layers: LayersOption = None,
@@ -218,8 +220,8 @@ def export(
             help="Folder or id whose final norm and lm_head to use. Default: the run's model, if it is an id."
         ),
     ] = None,
-    num_layers: Annotated[Optional[int], typer.Option(help="The model's layers, if the run lacks them.")] = None,  # noqa: UP045
-    top_k: Annotated[int, typer.Option(min=1, help="Of topk-logprobs.")] = 32,
+    num_layers: Annotated[int | None, typer.Option(help="Number of the model's layers, if the run lacks it.")] = None,
+    top_k: Annotated[int, typer.Option(min=1, help="topk-logprobs: tokens per position.")] = 32,
     with_last: Annotated[bool, typer.Option("--with-last", help="specforge-dflash: add the last state.")] = False,
     context: Annotated[int, typer.Option(min=1, help="saelens: tokens of a context.")] = 128,
     hook: Annotated[
@@ -227,12 +229,14 @@ def export(
         typer.Option(help="saelens: a hook such as blocks.3.hook_mlp_out, instead of --layers."),
     ] = None,
     require_loss_mask: Annotated[bool, typer.Option("--require-loss-mask", help="Refuse samples without one.")] = False,
-    shard: Annotated[Optional[str], typer.Option(metavar="I/N", help="Write every N-th file, from the I-th.")] = None,  # noqa: UP045
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Write every N-th file, from file I (0 is first).")
+    ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Divide the work among tasks of the Ray cluster.")] = False,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run in a trainer's own files; a second call goes on where the first stopped."""
+    """Write a run as a trainer's own files. The same command continues an interrupted export."""
     from hsx_dist.cli.export import parse_layers, run_export
     from hsx_dist.exporting import ExportOptions
 
@@ -267,15 +271,15 @@ def verify(
     run: RunPath,
     workers: Annotated[int, typer.Option(min=1, help="Parts that are read at once.")] = 4,
     sample: Annotated[float, typer.Option(help="Share of the parts to read, such as 0.1.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Which ones.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for choosing the parts of --sample.")] = 0,
     resume: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="FILE", help="Note sound parts here, and skip parts that are noted."),
+        typer.Option(metavar="FILE", help="File of sound parts: skip those in it, and add newly checked ones."),
     ] = None,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read everything of a run and check every checksum and count; exit status 1 when something is bad."""
+    """Read a whole run, and check every checksum and count. Exit status 1 if there are problems."""
     from hsx_dist.cli.verify import run_verify
 
     raise typer.Exit(
@@ -289,10 +293,12 @@ def stats(
     layers: LayersOption = None,
     points: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Points such as q,mlp_out. Default: the hidden states, or all points of a run without."),
+        typer.Option(help="Points such as q,mlp_out. Default: the hidden states; without them, all points but ids."),
     ] = None,
-    max_tokens: Annotated[Optional[int], typer.Option(min=1, help="Of random samples. Default: all tokens.")] = None,  # noqa: UP045
-    skip_first: Annotated[int, typer.Option(min=0, help="Leave out so many tokens at the start of samples.")] = 0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Read this many tokens, of random samples. Default: all.")
+    ] = None,
+    skip_first: Annotated[int, typer.Option(min=0, help="Leave out this many tokens at the start of samples.")] = 0,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
@@ -305,17 +311,19 @@ def stats(
 
 @app.command()
 def drain(
-    seconds: Annotated[float, typer.Option(min=0, help="Until this machine goes.")] = 90.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Seconds until the node stops.")] = 90.0,
     node: Annotated[Optional[str], typer.Option(help="Id or IP address of another node than this one.")] = None,  # noqa: UP045
-    wait: Annotated[bool, typer.Option("--wait", help="Return only then, as a Kubernetes preStop hook must.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Return after these seconds, as a Kubernetes preStop hook must.")
+    ] = False,
 ) -> None:
-    """Report to Ray that this node will stop: a run stores its pages here, and continues on other nodes."""
+    """Report to Ray that this node will stop. A run stores the pages on this node, and continues on other nodes."""
     import time
 
     from hsx_dist.fleet.drain import drain_node
     from hsx_dist.observe.console import say
 
-    say(f"node {drain_node(seconds, node=node)} drains; it has {seconds:g} seconds")
+    say(f"node {drain_node(seconds, node=node)} is draining; it stops in {seconds:g} seconds")
     if wait:
         time.sleep(seconds)
 
@@ -323,12 +331,14 @@ def drain(
 @app.command()
 def gc(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A run, or where a server stores: a folder or a URL.")],
-    delete: Annotated[bool, typer.Option("--delete", help="Remove it; without it, only list.")] = False,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Remove the objects. By default they are only listed.")
+    ] = False,
     watch: Watch = 45.0,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove parts without a receipt from a run without a running driver, or a server's expired objects (ttl_seconds).
+    """Remove parts without a receipt, if no driver works on the run, or a server's expired objects (ttl_seconds).
     A dry run by default."""
     from hsx_dist.cli.gc import run_gc
 
@@ -338,11 +348,13 @@ def gc(
 @app.command()
 def rm(
     run: RunPath,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; without it, only say what would go.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove the run. By default, only show what would be removed.")
+    ] = False,
     watch: Watch = 45.0,
     storage_option: StorageOptions = None,
 ) -> None:
-    """Remove a run without a running driver. Other objects at the same place stay."""
+    """Remove a run that no driver works on. Other objects at the same place stay."""
     from hsx_dist.cli.gc import run_rm
 
     run_rm(run, storage_option or (), yes=yes, watch=watch)
@@ -351,12 +363,12 @@ def rm(
 @app.command()
 def top(
     run: RunPath,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 5.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once, and exit.")] = False,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between updates.")] = 5.0,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Watch a run from anywhere, by what stands in its store: rows, rates, waiting on the store, time left."""
+    """Watch a run from any machine that reads its store: rows, rates, waiting for the store, time left."""
     from hsx_dist.cli.top import run_top
 
     run_top(run, storage_option or (), once=once, every=every, as_json=as_json)
@@ -368,9 +380,9 @@ def report(
     output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The page to write.")] = "report.html",
     sample: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option("--sample", metavar="KEY", help="A sample to show token by token; again for more."),
+        typer.Option("--sample", metavar="KEY", help="A sample to show token by token. Repeat for more."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Samples that are read for norms and similarities.")] = 24,
+    samples: Annotated[int, typer.Option(min=1, help="Number of samples to read for norms and similarities.")] = 24,
     tokenizer: Tokenizer = None,
     model: Annotated[
         Optional[str],  # noqa: UP045
@@ -397,7 +409,7 @@ def report(
 
 @app.command()
 def dashboards(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Where the files go; made if it is not there.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder for the files. Created if it does not exist.")],
 ) -> None:
     """Write the Grafana dashboard and the Prometheus alert rules for a cluster's monitoring."""
     from hsx_dist.cli.dashboards import run_dashboards

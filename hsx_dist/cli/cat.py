@@ -1,4 +1,4 @@
-"""``hsx cat``: one sample into a file of numpy's or safetensors' format."""
+"""``hsx cat``: write one sample to a file in numpy's or safetensors' format."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def run_cat(
     names = [HIDDEN_STATES] if points is None else list(dict.fromkeys(points.split(",")))
     if taken := sorted(set(names) & (_TAKEN - {HIDDEN_STATES})):
         raise ConfigError(
-            f"--points: expected points that share no name with another array of a file, got {taken}. Use Sample.load"
+            f"--points: expected points that share no name with another array of a file, got {taken}. Load them in "
+            "Python with Sample.load"
         )
     if suffix == ".npy" and len(names) > 1:
         raise ConfigError(f"-o: expected .npz or .safetensors for {len(names)} points, got {out!r}. Name another file")
@@ -80,9 +81,9 @@ def run_cat(
 
 
 def _attached(sample: Sample, span: slice | None, taken: Collection[str]) -> dict[str, np.ndarray[Any, Any]]:
-    """The sample's attached arrays. A part may contain any names: those in ``taken`` get a prefix."""
+    """Return the sample's attached arrays. A part may contain any names: those in ``taken`` get a prefix."""
     attached = {f"attached.{name}" if name in taken else name: x for name, x in sample.attached().items()}
-    if LOSS_MASK in attached:  # of each token; what else is attached may mean anything, and stays whole
+    if LOSS_MASK in attached:  # has a value per token; other arrays may have any meaning, and are not cut
         if attached[LOSS_MASK].shape != (sample.num_tokens,):
             raise FormatError(
                 f"{sample.uri}: expected a loss mask of {sample.num_tokens} tokens for {sample.key!r}, got shape "
@@ -105,7 +106,7 @@ def _tokens(text: str | None) -> slice | None:
 
 
 def _safetensors(tensors: Mapping[str, np.ndarray[Any, Any]], dtypes: Mapping[str, str]) -> bytes:
-    # By hand: the library writes bf16 from torch only.
+    # Written here, because the safetensors library writes bf16 only from torch.
     names = {np.dtype(there): name for name, there in ATTACHMENT_DTYPE.items()}
     header, at = {}, 0
     for name, x in sorted(tensors.items(), key=lambda item: -item[1].itemsize):  # each is then aligned

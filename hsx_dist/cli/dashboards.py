@@ -9,6 +9,6 @@ from hsx_dist.observe.dashboard import write_dashboards
 
 
 def run_dashboards(folder: str) -> None:
-    """Write the files into ``folder`` and say their names."""
+    """Write the files into ``folder``, and print their names."""
     for path in write_dashboards(Path(folder)):
         say(path)

@@ -1,4 +1,4 @@
-"""``hsx doctor``: whether a run can work here, a line a check."""
+"""``hsx doctor``: check whether a run can work here. Prints a line per check."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ _SHOWN = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 def run_doctor(
     config: str | None, overrides: Sequence[str], *, engine: bool, as_json: bool, report: Path | None = None
 ) -> int:
-    """Print each check as soon as it is done; the exit status is 1 when one failed."""
+    """Print each check as soon as it ends. Return the exit status: 1 if a check failed."""
     from hsx_dist.jobs.doctor import examine
 
     given = config is not None or bool(overrides)
     if report is not None and (given or not engine):
-        raise ConfigError("--report: expected with --engine and without settings, got others; see hsx doctor --help")
+        raise ConfigError(
+            "--report: expected it with --engine and without settings, got another combination. "
+            "Run hsx doctor --engine --report FOLDER"
+        )
     if engine and not given:
         from hsx_dist.jobs.kit.machine import examine_machine
 

@@ -21,8 +21,8 @@ _WRONG_USE = (ConfigError, InputError, NotFound, Denied, RunMismatch, SampleNotF
 
 
 def exit_status(error: HsxError) -> int:
-    """2 where the caller can mend it (a setting, a name, access), 1 where something bad was found or happened."""
-    # RunError itself, not Fenced and the like: there is no run where one was expected.
+    """Return 2 if the caller can correct the cause (a setting, a name, access), and 1 otherwise."""
+    # RunError itself, not a subclass such as Fenced: there is no run at the given path.
     return WRONG_USE if isinstance(error, _WRONG_USE) or type(error) is RunError else FOUND_BAD
 
 
@@ -40,7 +40,7 @@ def run_app(app: typer.Typer, args: Sequence[str] | None, name: str) -> None:
             say_lines(traceback.format_exc(), to=sys.stderr)
         say_lines(f"{name}: {e}", to=sys.stderr)
         sys.exit(exit_status(e))
-    except Exception as e:  # noqa: BLE001 (the outermost frame: say that it is our mistake, then end)
+    except Exception as e:  # noqa: BLE001 (the outermost frame: report a bug of hsx_dist, then exit)
         say_lines(traceback.format_exc(), to=sys.stderr)
         say(
             f"{name}: this should not happen ({type(e).__name__}): please report it with the lines above",

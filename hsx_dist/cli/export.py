@@ -45,9 +45,10 @@ def run_export(
     if as_json:
         print_json({"run": path, "to": to, "dest": dest, **asdict(report)})
         return
-    there = f", {report.there:,} were there" if report.there else ""
+    there = f", {report.there:,} existed before" if report.there else ""
     out = f"; {report.left_out:,} samples left out, see *.left-out" if report.left_out else ""
-    say(f"{report.written:,} files written{there}{out}; {'whole' if report.finished else 'not whole yet'}: {dest}")
+    state = "complete" if report.finished else "not complete yet"
+    say(f"{report.written:,} files written{there}{out}; {state}: {dest}")
 
 
 def _shard(text: str | None) -> tuple[int, int]:
@@ -61,7 +62,7 @@ def _shard(text: str | None) -> tuple[int, int]:
 
 
 def parse_layers(text: str | None) -> tuple[int, ...] | None:
-    """``2,15,27`` as ids."""
+    """Return the ids of a text such as ``2,15,27``."""
     try:
         return None if text is None else tuple(int(k) for k in text.split(","))
     except ValueError:

@@ -1,4 +1,4 @@
-"""``hsx extract``, and the same as a submitted Ray job."""
+"""``hsx extract``, also as a submitted Ray job."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from hsx_dist.observe.console import print_json
 
 
 def run(config: str | None, overrides: Sequence[str], direct: Mapping[str, Any], *, as_json: bool = False) -> int:
-    """Extract with the settings of a file, of flags and of overrides (the later wins); returns the exit status.
+    """Extract with the settings of a file, then of flags, then of overrides. The last value wins.
 
-    Raises ConfigError before anything is started when a setting is wrong or the input is missing.
+    Returns the exit status. Raises ConfigError before anything is started if a setting is wrong or the input is
+    missing.
     """
     refuse_on_command_line(direct, ())
     settings = load_config(config, overrides, **direct)

@@ -19,7 +19,7 @@ from hsx_dist.store.prefix import PrefixStore
 
 log = get_logger(__name__)
 
-#: A server may be writing; a put that has not changed for so long was one of a process that is gone.
+#: Age from which an unfinished put counts as abandoned. A running server may still be writing a newer one.
 _LONGEST_PUT_S = 86_400.0
 
 
@@ -62,17 +62,17 @@ def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
     say(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
     _tell_unfinished(left, delete=delete)
     if unreadable:
-        say(f"{len(unreadable):,} folders may not be read, and were skipped: run gc as their owner")
+        say(f"{len(unreadable):,} folders may not be read by this user, and were skipped: run gc as their owner")
     if busy:
         say(f"{len(busy):,} objects are in use, and stay: run gc again")
     if denied:
-        say(f"{len(denied):,} files may not be removed, and stay: run gc as their owner")
+        say(f"{len(denied):,} files may not be removed by this user, and stay: run gc as their owner")
 
 
 def _collect_expired(
     store: Store, skipped: Callable[[str], None], *, delete: bool, as_json: bool
 ) -> tuple[list[str], list[str], list[str]]:
-    """Names that have expired (and are removed if ``delete``), that are in use, and that may not be removed."""
+    """Return the names that have expired (removed if ``delete``), that are in use, and that may not be removed."""
     names: list[str] = []
     busy: list[str] = []
     denied: list[str] = []
@@ -109,8 +109,10 @@ def _collect(
     as_json: bool,
     denied: list[str] | None = None,
 ) -> list[ObjectInfo]:
-    """All of ``garbage``, reported one by one with ``why``; removed if ``delete``. Names that may not be removed go to
-    ``denied`` instead; without it they end the command."""
+    """Return ``garbage``. Print each object with ``why``, and remove it if ``delete``.
+
+    Adds the names that this user may not remove to ``denied`` instead. If ``denied`` is None, raises ``Denied``.
+    """
     found = []
     for info in garbage:
         if delete:
@@ -161,7 +163,7 @@ def _gc_run(place: Place, path: str, *, delete: bool, watch: float, as_json: boo
 
 
 def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> None:
-    """Remove the run at ``path``; without ``yes`` only say what that would be."""
+    """Remove the run at ``path``. Without ``yes``, only print what would be removed."""
     root = open_store(path, parse_storage_options(options))
     place = find_place(root)
     if not yes and place is not None:
@@ -183,10 +185,10 @@ def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> Non
         require_dead(store, watch_seconds=watch)
     removed = remove_run(root, place)
     say(f"{removed:,} objects removed; one small object stays and marks that the run was removed")
-    found = readable(root, lambda _: None)  # not the run's: what cannot be read stays too
+    found = readable(root, lambda _: None)  # objects that are not the run's; unreadable folders stay too
     other = next((info.name for info in found if not is_description(info.name)), None)
     if other is not None:
-        say(f"{other} and others are not the run's, and stay")
+        say(f"{other} and other objects do not belong to the run, and stay")
 
 
 def _store_of(root: Store, folder: str) -> Store:

@@ -1,4 +1,4 @@
-"""``hsx ls`` and ``hsx show``: what the receipts of a run prove, and one sample looked at."""
+"""``hsx ls`` and ``hsx show``: list a run's samples, and show the run or one sample."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 _REASONS_SHOWN = 5
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 4096, 64 << 20
 _OUTLIER, _OUTLIERS_SHOWN = 6.0, 3
-#: Tokens of one sample on a screen. `--json` has all of them.
+#: Limit of a sample's tokens that are shown as text.
 _TOKENS_SHOWN = 64
 
 
 def print_samples(path: str, options: Sequence[str], *, limit: int, as_json: bool) -> None:
-    """The samples of the run at ``path`` in its order (at most ``limit``; 0: all), and totals over all of them."""
+    """Print the samples of the run at ``path`` in its order (at most ``limit``; 0: all), and totals of all samples."""
     run = open_run(path, storage_options=parse_storage_options(options))
     layers = _layers(run)
     index = run.index
@@ -127,7 +127,7 @@ def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool, 
             *(_shape_facts(HIDDEN_STATES, points[HIDDEN_STATES]) if plain else ()),
             ("tokens", f"{sample.num_tokens:,}"),
             *([("text", facts["text"])] if facts["text"] is not None else []),
-            ("lies in", sample.uri),
+            ("stored in", sample.uri),
         ]
     )
     for name, point in points.items():
@@ -137,7 +137,7 @@ def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool, 
 
 
 def _point_facts(sample: Sample, name: str) -> dict[str, Any]:
-    """Shape and norms of a point of a sample; ids have no norms."""
+    """Return shape and norms of a point of a sample. Ids have no norms."""
     point = sample.points[name]
     return {
         "shape": [sample.num_tokens, len(point.layers), point.width],
@@ -173,7 +173,7 @@ def _print_norms(norms: Sequence[dict[str, Any]]) -> None:
 
 
 def _layer_norms(sample: Sample, name: str) -> list[dict[str, Any]]:
-    """Per layer of a point: Euclidean norms of its rows, of all tokens."""
+    """Return statistics of the rows' Euclidean norms over all tokens, for each layer of a point."""
     norms = []
     point = sample.points[name]
     # Several layers at once: an object of one sample is stored token by token, so that each load reads all layers.
@@ -205,9 +205,9 @@ def _layer_norms(sample: Sample, name: str) -> list[dict[str, Any]]:
 
 
 def _outliers(states: np.ndarray[Any, Any]) -> list[dict[str, float]]:
-    """The channels whose root mean square over the tokens exceeds the median channel's most, from six times on.
+    """Return the channels with the largest root mean square over the tokens, at least six times the median channel's.
 
-    Massive activations of a few channels are normal in a residual stream, and six the threshold of LLM.int8()
+    Massive activations of a few channels are normal in a residual stream. Six is the threshold of LLM.int8()
     (Dettmers et al. 2022).
     """
     squares = np.zeros(states.shape[1])
@@ -222,13 +222,13 @@ def _outliers(states: np.ndarray[Any, Any]) -> list[dict[str, float]]:
 
 
 def _text(decode: Decode, sample: Sample) -> str:
-    """The first tokens as text."""
+    """Return the first tokens as text."""
     ids = sample.token_ids("numpy")
     return decode(ids[:_TOKENS_SHOWN].tolist()) + (" …" if len(ids) > _TOKENS_SHOWN else "")
 
 
 def _captured(run: Run) -> Iterator[tuple[str, str]]:
-    """The layers of a run, or the points of its first stored sample, as ``run.json`` may not name them."""
+    """Yield the run's layers, or the points of its first stored sample, since ``run.json`` may not name points."""
     points: dict[str, StoredPoint] = {}
     if not run.layer_ids:
         points = next(read_stored(islice(run, 1), lambda sample: sample.points), {})

@@ -1,4 +1,4 @@
-"""``hsx plan``: what a run will take, before anything is started."""
+"""``hsx plan``: estimate a run's cost before anything is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Reasons for refused rows that are shown.
 _REASONS = 5
-#: Assumed tokens a second of one replica, without ``--tokens-per-second``.
+#: Assumed tokens per second of one replica, without ``--tokens-per-second``.
 GUESSED = 10_000.0
 
 
@@ -50,7 +50,7 @@ def run_plan(
     print_facts(_facts(plan, public_url(settings.model), tokens_per_second, replicas_per_node))
     if len(plan.point_bytes) > 1:
         points = ((name, str(layers), f"{size:,}") for name, (layers, size) in plan.point_bytes.items())
-        print_table(("point", "layers", "bytes a token"), points, numbers=("layers", "bytes a token"))
+        print_table(("point", "layers", "bytes per token"), points, numbers=("layers", "bytes per token"))
     stored = ((name, bytes_text(size), f"{plan.raw_bytes / max(size, 1):.2f}") for name, size in plan.stored.items())
     print_table(("codec", "stored", "raw / stored"), stored, numbers=("stored", "raw / stored"))
     for reason, count in list(plan.refused.items())[:_REASONS]:
@@ -63,26 +63,26 @@ def _facts(plan: RunPlan, model: str, rate: float | None, per_node: int) -> list
     exact = plan.sampled >= plan.rows - plan.unreadable
     sampled = "all of them encoded" if exact else f"{plan.sampled:,} encoded, ± {plan.margin:.1%}"
     unreadable = f", {plan.unreadable:,} cannot be read" if plan.unreadable else ""
-    guessed = "" if rate else " (a guess; --tokens-per-second says better)"
+    guessed = "" if rate else " (a guess; set --tokens-per-second)"
     seconds = f"{plan.seconds:,.0f} s" + (f" ({duration(plan.seconds)})" if plan.seconds >= 120 else "")
     kept = "" if plan.stored_tokens == plan.tokens else f", {plan.stored_tokens:,} of them kept"
     return [
         ("model", model),
         ("rows", f"{plan.rows:,} ({sampled}{unreadable})"),
         ("tokens", f"{plan.tokens:,}{kept}"),
-        ("a token", f"{plan.token_bytes:,} bytes of states"),
+        ("per token", f"{plan.token_bytes:,} bytes of states"),
         ("raw", bytes_text(plan.raw_bytes)),
         ("stored", f"{bytes_text(plan.stored_bytes)} with {plan.codec}"),
         ("parts", f"{plan.parts:,}, about {plan.requests:,} requests to the store"),
         (
             "cache",
-            f"{bytes_text(plan.cache.states)} of states beside {bytes_text(plan.cache.kv)} of keys and values a token "
-            f"and rank: {plan.cache.share:.0%} of it",
+            f"{bytes_text(plan.cache.states)} of states and {bytes_text(plan.cache.kv)} of keys and values per token "
+            f"and rank: states take {plan.cache.share:.0%}",
         ),
         (
             "host",
             f"at most {bytes_text(plan.host.ring)} in the rings of a replica, and {bytes_text(plan.host.writer)} in "
-            f"each writer ({plan.host.writers} a node)",
+            f"each writer ({plan.host.writers} per node)",
         ),
         ("time", f"{seconds} with {_replicas(plan.replicas)} of {rate or GUESSED:,.0f} tokens/s{guessed}"),
         (

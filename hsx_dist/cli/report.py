@@ -23,20 +23,20 @@ def run_report(
     tokenizer: str | None = None,
     model: str | None = None,
 ) -> None:
-    """Write the page about the run at ``path`` to the file ``output``, and print its place.
+    """Write the page about the run at ``path`` to the file ``output``, and print the file's path.
 
     Args:
-        tokenizer: a folder or an id of the Hugging Face hub. Without it tokens are ids, but for the built-in model.
-        model: the same, whose ``config.json`` attention patterns are computed with.
+        tokenizer: a folder or an id of the Hugging Face hub. Without it tokens are ids, except for the built-in model.
+        model: a folder or an id of the hub with the ``config.json`` for computing attention patterns.
     """
     from hsx_dist.jobs.decode import choose_decoder
 
     store = open_store(path, parse_storage_options(options))
     target = Path(output)
     if not target.parent.is_dir():
-        raise ConfigError(f"-o: expected a file in a folder that is there, got {output!r}. Make {target.parent} first")
+        raise ConfigError(f"-o: expected a file in a folder that exists, got {output!r}. Make {target.parent} first")
     decode = choose_decoder(tokenizer, read_run(store))
-    # One token at a time: half of a character makes one token unreadable, and not the whole text.
+    # One token at a time: half of a character then makes only its token unreadable, not the whole text.
     each = None if decode is None else lambda ids: [decode([i]) for i in ids]
     page = write_report(store, chosen=keys, samples=samples, decode=each, model=model)
     target.write_text(page, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""``hsx stats``: each layer's moments, maxima and norms, stored with the run."""
+"""``hsx stats``: compute each layer's moments, maxima and norms, and store them with the run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_stats(
 
 
 def _ids(run: Run, layers: str | None, point: str) -> tuple[int, ...] | None:
-    """``2,last`` as ids, as in extraction: the last one of hidden states is N, of other points N - 1."""
+    """Return ``2,last`` as ids, as in extraction: ``last`` is N for hidden states, and N - 1 for other points."""
     told = run.at(0).about.get("num_hidden_layers") if len(run) else None
     if layers is None or layers.strip() == "all":
         return None
@@ -61,7 +61,7 @@ def _ids(run: Run, layers: str | None, point: str) -> tuple[int, ...] | None:
 
 
 def _points_of(run: Run) -> list[str]:
-    """The hidden states; of a run without them, all points but ids."""
+    """Return the hidden states, or all points except ids if the run has no hidden states."""
     points = run.at(0).points if len(run) and not run.layer_ids else {}
     others = [name for name, point in points.items() if point.dtype != "int32"]
     return others if others and HIDDEN_STATES not in points else [HIDDEN_STATES]

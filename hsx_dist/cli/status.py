@@ -1,4 +1,4 @@
-"""``hsx status``: the account of a run's rows, while it is written and after."""
+"""``hsx status``: the outcomes of a run's rows, while it is written and after."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hsx_dist.store import open_store
 
 
 def print_status(path: str, options: Sequence[str], *, as_json: bool) -> int:
-    """Print the status of the run at ``path``; returns the exit status: 1 if rows are missing or in conflict."""
+    """Print the status of the run at ``path``. Return the exit status: 1 if rows are missing or in conflict."""
     status = run_status(open_store(path, parse_storage_options(options)))
     if as_json:
         print_json(dataclasses.asdict(status))
@@ -51,5 +51,5 @@ def _facts(status: RunStatus) -> list[tuple[str, object]]:
     if status.missing_parts:
         facts.append(("lost", f"{status.missing_parts:,} parts; the same extraction computes their samples again"))
     if status.conflicts:
-        facts.append(("conflicts", f"{status.conflicts}; hsx show tells which"))
+        facts.append(("conflicts", f"{status.conflicts}; hsx show lists them"))
     return facts

@@ -8,12 +8,12 @@ from itertools import pairwise
 
 from hsx_dist.observe.console import Console
 
-#: Characters of a line where no terminal cuts it.
+#: Width of printed lines, in characters, without a terminal.
 _WIDE = 1000
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = ()) -> None:
-    """A table; ``numbers`` names the columns that are aligned to the right. Cut to the width of a terminal only."""
+    """Print a table. ``numbers`` names the columns that are aligned to the right. Lines are cut only on a terminal."""
     from rich import box
     from rich.table import Table
 
@@ -26,7 +26,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, num
 
 
 def print_facts(facts: Iterable[tuple[str, object]]) -> None:
-    """Names and values, one a line."""
+    """Print names and values, one pair per line."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
@@ -38,12 +38,12 @@ def print_facts(facts: Iterable[tuple[str, object]]) -> None:
 
 
 def layers_text(layers: Sequence[int]) -> str:
-    """``0-30`` for a run of ids, else the ids with commas."""
+    """Return ``0-30`` for consecutive ids, else the ids with commas."""
     if len(layers) > 2 and all(type(k) is int for k in layers) and all(b == a + 1 for a, b in pairwise(layers)):
         return f"{layers[0]}-{layers[-1]}"
     return ",".join(str(layer) for layer in layers)
 
 
 def _console() -> Console:
-    # Without a terminal nothing is cut: another program reads it.
+    # Without a terminal no line is cut, because another program reads the output.
     return Console(width=None if sys.stdout.isatty() else _WIDE)

@@ -1,4 +1,4 @@
-"""``hsx top``: how a run stands, from its store alone."""
+"""``hsx top``: a run's progress, read from its store alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hsx_dist.store import open_store
 
 
 def run_top(path: str, options: Sequence[str], *, once: bool, every: float, as_json: bool) -> None:
-    """Print how the run at ``path`` stands, again and again until its attempt ends; once with ``once`` or JSON."""
+    """Print the progress of the run at ``path`` until its attempt ends. Print it once if ``once`` or ``as_json``."""
     store = open_store(path, parse_storage_options(options))
     if as_json:
         standing = look(store)

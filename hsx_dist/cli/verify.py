@@ -1,4 +1,4 @@
-"""``hsx verify``, also as a submitted Ray job: every byte against its checksums, every count against its receipts."""
+"""``hsx verify``, also as a submitted Ray job: check all bytes against checksums, and all counts against receipts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def verify_store(
     resume: str | None = None,
     as_json: bool = False,
 ) -> int:
-    """``run_verify`` of an open store; ``path`` names it."""
+    """Verify the run in an open store, as ``run_verify``. ``path`` names it in messages."""
     report = verify_run(
         store,
         on_part=None if as_json else _print_problems,

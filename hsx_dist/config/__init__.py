@@ -1,4 +1,4 @@
-"""Typed settings of an extraction: what they are, how they are read, and how they are shown without credentials."""
+"""Typed settings of an extraction: their definitions, how they are read, and how they are shown without credentials."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hsx_dist.config.models import ExtractConfig, InputConfig
 
-#: Names of the codecs that can be asked for; what they are is in hsx_dist.format.codecs, which adds registered ones.
+#: Names of the known codecs. ``hsx_dist.format.codecs`` defines them, and adds registered ones.
 CODEC_NAMES = {"fp8-token", "none", "split", "zstd"}
 #: The group of entry points by which installed packages offer codecs.
 CODEC_ENTRY_POINTS = "hsx_dist.codecs"
@@ -22,8 +22,8 @@ _REFUSED_ENGINE_KWARGS = {
     "speculative_config": "the extraction sets it: vLLM computes hidden states through its extract_hidden_states "
     "method; choose layers with the setting layers",
     "kv_transfer_config": "the extraction sets it: states leave the engine through its own connector",
-    "model": "it is a setting of its own; use model",
-    "revision": "it is a setting of its own; use revision",
+    "model": "it is a separate setting; use model",
+    "revision": "it is a separate setting; use revision",
 }
 _REFUSED_SAMPLING_PARAMS = {
     "kv_transfer_params": "the extraction fills it with each row's key",
@@ -34,7 +34,7 @@ _REFUSED_CHAT_KWARGS = frozenset(
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean X?)``, or nothing when no known name is near."""
+    """Return `` (did you mean X?)``, or an empty text if no known name is similar."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.55)
     return f" (did you mean {near[0]}?)" if near else ""
 
@@ -43,7 +43,7 @@ def check_codec(value: object) -> None:
     """Raise ValueError unless ``value`` names a codec, alone or in a mapping with parameters."""
     name = value.get("name") if isinstance(value, Mapping) else value
     if isinstance(name, str) and name in CODEC_NAMES:
-        return  # to look through all installed packages takes tens of milliseconds
+        return  # reading the entry points of all installed packages takes tens of milliseconds
     known = sorted(CODEC_NAMES | entry_points(group=CODEC_ENTRY_POINTS).names)
     choices = ", ".join(known)
     if not isinstance(name, str):
@@ -56,7 +56,7 @@ def check_codec(value: object) -> None:
 
 
 def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Refuse what the extraction itself sets, and what it cannot work with."""
+    """Refuse arguments that the extraction sets, and arguments that it does not support."""
     lines = [
         f"engine_kwargs.{name}: expected it to be absent, got a value; {why}. Remove it"
         for name, why in _REFUSED_ENGINE_KWARGS.items()
@@ -84,7 +84,7 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def check_sampling_params(params: Mapping[str, Any]) -> None:
-    """Refuse what would break the one-to-one of rows and samples."""
+    """Refuse parameters that the extraction sets, and parameters that give one row several samples."""
     lines = [
         f"sampling_params.{name}: expected it to be absent, got a value; {why}. Remove it"
         for name, why in _REFUSED_SAMPLING_PARAMS.items()
@@ -107,7 +107,7 @@ def check_sampling_params(params: Mapping[str, Any]) -> None:
 
 
 def check_chat_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Refuse what would make the chat template's result something else than one list of token ids."""
+    """Refuse arguments with which the chat template would not return one list of token ids."""
     lines = [
         f"chat_template_kwargs.{name}: expected it to be absent, got a value; the extraction asks "
         "for plain token ids. Remove it"
@@ -118,7 +118,7 @@ def check_chat_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def check_select(value: str) -> None:
-    """Raise ``ValueError`` if ``value`` is no selection of tokens."""
+    """Raise ``ValueError`` if ``value`` does not name a selection of tokens."""
     if value in ("all", "last", "loss_mask", "mean") or re.fullmatch(r"stride:[1-9]\d{0,8}", value):
         return
     raise ValueError(f"expected all, last, loss_mask, mean or stride:N, got {value!r}; choose one of them")
@@ -135,7 +135,7 @@ def check_input(config: InputConfig) -> None:
     fields = {n: getattr(config, n) for n in ("text", "messages", "tools", "token_ids", "loss_mask", "id")}
     given = [value for value in fields.values() if value is not None]
     if twice := sorted({v for v in given if given.count(v) > 1}):
-        lines.append(f"expected a field for each purpose, got {', '.join(twice)} for several; name others")
+        lines.append(f"expected a different field for each purpose, got {', '.join(twice)} for several; name others")
     if own := sorted(set(config.metadata) & set(given) - {config.tools}):
         lines.append(f"metadata: expected further fields, got {', '.join(own)}, which is stored anyway; remove it")
     if lines:
@@ -143,8 +143,10 @@ def check_input(config: InputConfig) -> None:
 
 
 def check_deadline(value: object) -> object:
-    """A deadline as seconds or a time with its zone. Text is taken for the latter alone: pydantic would take a number
-    of seconds for a time in 1970."""
+    """Return a deadline as seconds, or as a time with its zone.
+
+    Only text is parsed as a time, because pydantic would convert a number of seconds to a time in 1970.
+    """
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < inf):
         return value
     try:
@@ -160,14 +162,14 @@ def check_deadline(value: object) -> object:
 
 
 def check_capture(config: ExtractConfig) -> None:
-    """Refuse a capture that its source does not have, or that is said twice."""
+    """Refuse a capture that its source does not support, or that contradicts other settings."""
     if config.capture is None:
         return
     lines = []
     if config.source != "taps":
         lines.append(
-            f"capture: expected source taps, got source {config.source}; vLLM's extraction has hidden states alone. "
-            "Remove source, or use layers"
+            f"capture: expected source taps, got source {config.source}; vLLM's extraction captures only hidden "
+            "states. Remove source, or use layers"
         )
     if set(config.capture) not in ({"points"}, {"preset"}):
         came = ", ".join(sorted(map(str, config.capture))) or "nothing"
@@ -185,10 +187,10 @@ def check_sizes(config: ExtractConfig) -> None:
     """Refuse byte budgets that could deadlock, and replica counts that contradict one another."""
     page, segment, credit = config.page_bytes, config.segment_bytes, config.writers.credit_bytes
     rules = (
-        ("segment_bytes", segment, page, "page_bytes", 1, "a segment is made of whole pages"),
+        ("segment_bytes", segment, page, "page_bytes", 1, "a segment consists of whole pages"),
         ("part_bytes", config.part_bytes, segment, "segment_bytes", 1, "a part holds at least one segment"),
-        ("in_flight_bytes", config.in_flight_bytes, segment, "segment_bytes", 2, "one fills while another is shipped"),
-        ("writers.credit_bytes", credit, page, "page_bytes", 2, "one arrives while another is encoded"),
+        ("in_flight_bytes", config.in_flight_bytes, segment, "segment_bytes", 2, "one fills while another is sent"),
+        ("writers.credit_bytes", credit, page, "page_bytes", 2, "one page arrives while another is encoded"),
     )  # fmt: skip
     lines = [
         f"{name}: expected at least {'twice ' if times == 2 else ''}{other} ({_size(least * times)}), "

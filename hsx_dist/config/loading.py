@@ -1,4 +1,4 @@
-"""Reading settings: a YAML file, ``key.sub=value`` overrides, ``${env:NAME}``; nothing else reads YAML."""
+"""Reads settings: a YAML file, ``key.sub=value`` overrides, ``${env:NAME}``. Only this module reads YAML."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hsx_dist.config.problems import config_error
 from hsx_dist.config.secrets import is_env_reference, public_url, secret_paths
 from hsx_dist.errors import ConfigError
 
-#: Of a setting: ``store.storage_options.client_kwargs``. Parts may be anything but a credential in a URL.
+#: Name of a setting, such as ``store.storage_options.client_kwargs``. No URL, which may have a credential, matches.
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ENV = re.compile(r"\$\{env:([^}]*)\}")
 
 
 def load_config(path: str | None, overrides: Sequence[str] = (), **direct: Any) -> ExtractConfig:
-    """The settings of one extraction: ``path``, then ``direct`` values, then ``overrides``. The last value wins.
+    """Return the settings of an extraction from ``path``, ``direct`` and ``overrides``. The last value wins.
 
     Args:
         path: a YAML file with settings. ``${env:NAME}`` is the value of an environment variable.
@@ -52,7 +52,7 @@ def load_config(path: str | None, overrides: Sequence[str] = (), **direct: Any) 
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """The mapping that a local YAML file holds; ConfigError when there is none."""
+    """Return the mapping in a local YAML file. Raises ConfigError if there is none."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -70,7 +70,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def refuse_on_command_line(value: object, path: tuple[str, ...]) -> None:
-    """Raise ConfigError where the setting ``path``, given as an argument of a command, holds a literal credential."""
+    """Raise ConfigError if the setting ``path``, given as an argument of a command, holds a literal credential."""
     for secret in secret_paths(value, path):
         raise ConfigError(
             f"{'.'.join(secret)}: expected no credential on a command line (job lists show it), got one; set it in "
@@ -79,7 +79,7 @@ def refuse_on_command_line(value: object, path: tuple[str, ...]) -> None:
 
 
 def parse_storage_options(options: Sequence[str]) -> dict[str, Any]:
-    """fsspec options from ``key.sub=value`` strings of a command line; a literal credential is refused."""
+    """Return fsspec options from ``key.sub=value`` strings of a command line. Refuses a literal credential."""
     root: dict[str, Any] = {}
     for option in options:
         _override(root, option)
@@ -87,12 +87,12 @@ def parse_storage_options(options: Sequence[str]) -> dict[str, Any]:
 
 
 def with_environment(options: Mapping[str, Any]) -> dict[str, Any]:
-    """``options`` with the value of each ``${env:NAME}``. ``ConfigError``: there is no such variable."""
+    """Return ``options`` with the value of each ``${env:NAME}``. Raises ``ConfigError`` if a variable is not set."""
     return {name: _with_env(value, (name,), set()) for name, value in options.items()}
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error: the first of the two would be lost silently."""
+    """Loads YAML in which a repeated key is an error: the first value would be lost silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
@@ -100,7 +100,7 @@ class _StrictLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"the key {key!r} stands twice", problem_mark=key_node.start_mark
+                    problem=f"the key {key!r} is given twice", problem_mark=key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -110,11 +110,11 @@ def _parse(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _StrictLoader)  # noqa: S506 (a SafeLoader)
     except Exception as e:  # noqa: BLE001 - also of the loader's own conversions: ValueError for the date 2024-13-01
-        # str(e) would quote the text, and a credential may stand there.
+        # str(e) would quote the text, which may contain a credential.
         mark = getattr(e, "problem_mark", None)
         at = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(
-            f"{where}:{at} expected YAML, got: {getattr(e, 'problem', None) or 'other text'}; correct it"
+            f"{where}:{at} expected YAML, got: {getattr(e, 'problem', None) or 'other text'}; correct the text there"
         ) from None
 
 
@@ -122,7 +122,7 @@ def _override(settings: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     path = tuple(name.strip().split("."))
     if not equals or not _NAME.fullmatch(name.strip()):
-        # Not shown unless it is a name: the text may be a credential.
+        # Only a name is shown: another text may be a credential.
         came = repr(name.strip()) if equals and len(name) <= 40 and "://" not in name else "another text"
         raise ConfigError(f"expected an override as key.sub=value, got {came}; write e.g. engine_kwargs.dtype=float32")
     value = text if is_env_reference(text) else _parse(text, name)
@@ -148,7 +148,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def _with_env(value: Any, path: tuple[str, ...], found: set[str]) -> Any:
-    """``value`` with every ``${env:NAME}`` replaced. The inserted values are added to ``found``."""
+    """Return ``value`` with every ``${env:NAME}`` replaced. Adds the inserted values to ``found``."""
     if isinstance(value, Mapping):
         return {k: _with_env(v, (*path, str(k)), found) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

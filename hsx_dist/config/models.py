@@ -1,4 +1,4 @@
-"""The settings of an extraction, as types. Every field says what it does; a name that is none of them is refused."""
+"""The settings of an extraction, as types. Every field has a description. Unknown names are refused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _ENGINE_MEANING = frozenset(
 
 
 def _checked(check: Callable[[Any], object], *fields: str, mode: Literal["before", "after"] = "after") -> Any:
-    """A validator that raises what ``check`` raises, and changes no value."""
+    """Return a validator that raises what ``check`` raises, and changes no value."""
 
     def validate(value: Any) -> Any:
         check(value)
@@ -82,7 +82,7 @@ class Settings(BaseModel):
     )
 
     def public(self) -> dict[str, Any]:
-        """The settings as plain JSON data, without any credential (names stay, values are hidden)."""
+        """Return the settings as plain JSON data, without any credential (names stay, values are hidden)."""
         return {name: _public_value(name, getattr(self, name)) for name in type(self).model_fields}
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
@@ -90,17 +90,17 @@ class Settings(BaseModel):
 
 
 class InputConfig(Settings):
-    """Where the rows come from, which of them are taken, and what of each."""
+    """Where rows come from, which of them are used, and which of their fields."""
 
     path: str = Field(
         default="",
         description="A file, a folder or a glob (**, *, ?, […]), local or any fsspec URL; JSONL and text may be "
-        "compressed (.gz, .zst, .bz2, .xz). Empty: the rows are handed over in Python.",
+        "compressed (.gz, .zst, .bz2, .xz). Empty: Python code passes the rows.",
     )
     format: Literal["auto", "jsonl", "text", "parquet", "arrow", "dataset"] = Field(
         default="auto",
-        description="How rows are written. jsonl: an object a line; text: a row a line; arrow: IPC files and streams, "
-        "Feather; dataset: a folder of Hugging Face save_to_disk. auto: by name, and by what a folder holds.",
+        description="Format of rows. jsonl: one object per line; text: one row per line; arrow: IPC files, streams, "
+        "Feather; dataset: a folder of Hugging Face save_to_disk. auto: by name, and by a folder's contents.",
     )
     split: str | None = Field(
         default=None, description="Split of a saved DatasetDict. null: all of them, in the order that it names."
@@ -130,36 +130,37 @@ class InputConfig(Settings):
     loss_roles: list[str] | None = Field(
         default=None,
         min_length=1,
-        description="Derive the loss mask of chats: 1 for what messages of these roles say, e.g. [assistant]. A row's "
-        "own mask goes before.",
+        description="Derive the loss mask of chats: 1 for the contents of messages with these roles, e.g. [assistant]. "
+        "A row's own mask has priority.",
     )
     metadata: list[str] = Field(
         default_factory=list, description="Names of further fields that are stored with each sample, as JSON."
     )
     max_length: int | None = Field(
-        default=None, ge=1, description="Longest row, in tokens. null: what the engine takes (max_model_len - 1)."
+        default=None, ge=1, description="Longest accepted row, in tokens. null: the engine's limit (max_model_len - 1)."
     )
     too_long: Literal["skip", "truncate", "fail"] = Field(
         default="skip",
-        description="A row longer than that. skip: refused, with the reason; truncate: its first tokens; fail: it "
-        "counts as failed, and so does the run.",
+        description="What happens to a longer row. skip: it is refused, with the reason; truncate: its first tokens "
+        "are used; fail: it counts as failed, and so does the run.",
     )
     max_row_bytes: Bytes = Field(
         default=ByteSize(16 * _MIB),
-        description="Longest line, decompressed, or row of a table. A longer one is refused without being held. A row "
-        "may take 12 times as much as Python objects.",
+        description="Largest decompressed line, or row of a table. A larger one is refused, and not kept in memory. As "
+        "Python objects, a row may take 12 times as much.",
     )
     sample: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Take this share of the rows, chosen by a hash of their place; a larger share holds a smaller.",
+        description="Take this share of the rows, chosen by a hash of their position. A larger share contains the rows "
+        "of a smaller one.",
     )
     sample_seed: int = Field(default=0, description="Seed for sampling rows.")
     num_shards: int = Field(default=1, ge=1, description="Divide the input among this many separate runs …")
     shard_index: int = Field(default=0, ge=0, description="… and take the rows of this run: number % num_shards.")
     limit: int | None = Field(
-        default=None, ge=0, description="Take at most so many rows (of those that sample and shard leave), refused too."
+        default=None, ge=0, description="Limit of the rows after sample and shard. Refused rows count."
     )
     storage_options: Options = Field(
         default_factory=dict, description="fsspec options for reading the input; never shown."
@@ -173,8 +174,11 @@ class InputConfig(Settings):
         return self
 
     def meaning(self) -> dict[str, Any]:
-        """The settings that determine a row's key and sample. Limits on the number of rows are left out, as a run may
-        be extended. Settings with their default are left out, except those that every run has stored."""
+        """Return the settings that determine a row's key and sample.
+
+        Leaves out limits on the number of rows, because a run may be extended. Also leaves out settings with their
+        default, except those that every run has stored.
+        """
         meaning: dict[str, Any] = {name: getattr(self, name) for name in ("text", "messages", "token_ids", "id")}
         for name in ("tools", "loss_mask", "loss_roles", "metadata", "max_length"):
             if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
@@ -189,37 +193,37 @@ class WritersConfig(Settings):
 
     per_node: int = Field(default=1, ge=1, description="Writer actors on each node.")
     num_cpus: float = Field(default=1.0, ge=0, description="CPU cores that Ray reserves for one writer.")
-    threads: int = Field(default=2, ge=1, le=256, description="Threads of one writer that compress.")
+    threads: int = Field(default=2, ge=1, le=256, description="Compression threads of one writer.")
     credit_bytes: Bytes = Field(
-        default=ByteSize(256 * _MIB), description="Bytes of pages that one writer holds at most."
+        default=ByteSize(256 * _MIB), description="Maximum bytes of pages that one writer holds."
     )
     uploads: int = Field(default=4, ge=1, le=256, description="Parts that one writer uploads at once.")
 
 
 class ReplicaConfig(Settings):
-    """What Ray reserves for, and hands to, the actor of one vLLM engine."""
+    """What Ray reserves for, and passes to, the actor of one vLLM engine."""
 
     num_cpus: float = Field(default=1, ge=0, description="CPU cores of one replica's actor.")
     num_gpus: float | None = Field(
         default=None,
         ge=0,
         description="GPUs of one replica's actor. null: as many as the engine's "
-        "tensor parallel size where the cluster has GPUs, else 0.",
+        "tensor parallel size if the cluster has GPUs, else 0.",
     )
     resources: dict[str, float] = Field(default_factory=dict, description="Custom Ray resources of one replica.")
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of one replica; never shown.")
 
 
 class StoreConfig(Settings):
-    """How the output is reached."""
+    """Access to the output's store."""
 
     storage_options: Options = Field(
         default_factory=dict, description="fsspec options for the output's store; never shown."
     )
     backend: Literal["auto", "fsspec", "obstore"] = Field(
         default="auto",
-        description="Library that reaches an output in an object store. auto: obstore where it does the same as fsspec "
-        "with these options and this environment, else fsspec.",
+        description="Library for an output in an object store. auto: obstore if it does the same as fsspec with these "
+        "options and this environment, else fsspec.",
     )
     shared: bool = Field(
         default=False,
@@ -231,8 +235,8 @@ class StoreConfig(Settings):
     )
     single_driver: bool = Field(
         default=False,
-        description="Accept a store without conditional puts, to finish a run that is there. Only one driver may ever "
-        "work on that run at a time: nothing notices a second one.",
+        description="Accept a store without conditional puts, to finish an existing run. Run only one driver on it at "
+        "a time: a second one is not detected.",
     )
 
 
@@ -251,7 +255,7 @@ class ExtractConfig(Settings):
     revision: str | None = Field(default=None, description="Revision of the model on the Hugging Face hub.")
     layers: list[int | str] | str | int = Field(
         default="eagle3",
-        description="Layer ids (0 the embeddings, N the last layer before the final norm), -1 or last, all, eagle3.",
+        description="Layer ids (0: embeddings, N: the last output before the final norm), -1 or last, all, eagle3.",
     )
     capture: dict[str, Any] | None = Field(
         default=None,
@@ -260,8 +264,8 @@ class ExtractConfig(Settings):
     )
     source: Literal["cache", "taps"] = Field(
         default="cache",
-        description="How states are captured. cache: by vLLM's extract_hidden_states; taps: by hooks of ours, at any "
-        "point, also of models that vLLM refuses. With capture the default is taps.",
+        description="How states are captured. cache: by vLLM's extract_hidden_states; taps: by this package's hooks, "
+        "at any point, also in models that extract_hidden_states refuses. With capture the default is taps.",
     )
     engine_kwargs: Options = Field(
         default_factory=dict, description="Arguments for vLLM's engine, passed on untouched."
@@ -277,7 +281,7 @@ class ExtractConfig(Settings):
     )
     select: str = Field(
         default="all",
-        description="Which tokens are kept, before anything is shipped: all, last, stride:N, loss_mask (those whose "
+        description="Tokens whose states are sent to writers and stored: all, last, stride:N, loss_mask (those whose "
         "mask is 1), mean (one float32 row, the mean over all tokens). Draft trainers need all.",
     )
     input: InputConfig = Field(default_factory=InputConfig, description="Where the rows come from.")
@@ -287,22 +291,22 @@ class ExtractConfig(Settings):
         "with name and parameters.",
     )
     layout: Literal["part", "sample"] = Field(
-        default="part", description="part: many samples an object; sample: one an object."
+        default="part", description="part: many samples in an object; sample: one object for each sample."
     )
     part_bytes: Bytes = Field(default=ByteSize(256 * _MIB), description="Encoded size at which a part is stored.")
     segment_bytes: Bytes = Field(
         default=ByteSize(64 * _MIB), description="Raw size above which a sample is stored in several segments."
     )
-    page_bytes: Bytes = Field(default=ByteSize(8 * _MIB), description="Raw size of a page, copied and shipped at once.")
+    page_bytes: Bytes = Field(default=ByteSize(8 * _MIB), description="Raw size of a page, copied and sent at once.")
     part_seconds: float = Field(
         default=60.0, gt=0, description="Age in seconds at which a part is stored, however small."
     )
     in_flight_bytes: Bytes = Field(
-        default=ByteSize(256 * _MIB), description="Host memory of one replica for states not yet shipped."
+        default=ByteSize(256 * _MIB), description="Host memory of one replica for states not yet sent."
     )
     min_replicas: int = Field(default=1, ge=1, description="Replicas that the cluster must have room for at the start.")
     max_replicas: int = Field(
-        default=1, ge=1, description="Replicas at most: those that find no room wait for it while the others work."
+        default=1, ge=1, description="Maximum number of replicas. Those without resources wait while the others work."
     )
     task_rows: int = Field(default=64, ge=1, description="Rows handed to a replica at once.")
     max_tries: int = Field(default=3, ge=1, description="How often a row is tried before it counts as failed.")
@@ -316,30 +320,30 @@ class ExtractConfig(Settings):
     store: StoreConfig = Field(default_factory=StoreConfig, description="How the output is reached.")
     resume: Literal["allow", "must", "never"] = Field(
         default="allow",
-        description="allow: go on with a run that is there, or start one; must: only go on; never: only start.",
+        description="allow: continue an existing run, or start one; must: only continue; never: only start.",
     )
     retry_poison: bool = Field(
         default=False,
-        description="Try rows again that killed their engine in an earlier attempt, as other failed ones.",
+        description="Try rows again that killed their engine in an earlier attempt, like other failed rows.",
     )
     max_rows: int | None = Field(
         default=None,
         ge=1,
-        description="End the run when so many samples are stored, those of earlier attempts included.",
+        description="End the run when this many samples are stored, including those of earlier attempts.",
     )
     max_bytes: Bytes | None = Field(
         default=None,
-        description="End the run when its parts have so many bytes, those of earlier attempts included. Samples in "
+        description="End the run when its parts have this many bytes, including those of earlier attempts. Samples in "
         "flight are estimated by the mean size of stored ones.",
     )
     deadline: float | datetime | None = Field(
         default=None,
-        description="End the run then: seconds from the start, or an ISO 8601 time with its zone. Rows that are "
-        "computed by then are stored.",
+        description="Time at which the run ends: seconds from the start, or an ISO 8601 time with its zone. Rows that "
+        "are computed by then are stored.",
     )
     max_stored_bytes: Bytes | None = Field(
         default=None,
-        description="Pause while data/ holds so many bytes, until consumers have deleted some objects.",
+        description="Pause while data/ holds this many bytes, until consumers have deleted some objects.",
     )
     stop_seconds: float = Field(
         default=25.0,
@@ -394,9 +398,9 @@ class ExtractConfig(Settings):
         return self
 
     def meaning(self) -> dict[str, Any]:
-        """What determines what a sample means; two runs may share one output only where this is equal.
+        """Return the settings that determine a sample's content. A run can resume only if they are equal.
 
-        ``layers`` is as it was written; a caller that knows the model's depth puts the resolved ids there.
+        ``layers`` has the user's form. A caller that knows the model's depth replaces it by the resolved ids.
         """
         meaning: dict[str, Any] = {
             "model": public_url(self.model),

@@ -1,4 +1,4 @@
-"""Relative local paths made absolute, before a job is carried to another working folder."""
+"""Makes relative local paths absolute, before a job runs in another working folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hsx_dist.errors import ConfigError
 
 
 def resolve_paths(config: ExtractConfig, base: Path) -> ExtractConfig:
-    """``config`` with its relative local paths (output, input, model, tokenizer) made absolute against ``base``.
+    """Return ``config`` with its relative local paths (output, input, model, tokenizer) made absolute by ``base``.
 
     URLs, ``builtin:`` models and Hugging Face ids stay as they are. An id counts as a folder only if ``base`` has a
     folder of that name, or if it starts like a path.

@@ -1,4 +1,4 @@
-"""pydantic's complaints as one ConfigError, a line a problem, and no credential in it."""
+"""Converts pydantic's errors to one ConfigError, with one line per problem and without credentials."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _NEVER_SHOWN = frozenset({"storage_options", "env"})
 
 
 def config_error(error: ValidationError, model: type[BaseModel], *, hidden: Collection[str] = ()) -> ConfigError:
-    """One error with a line per problem: ``field: expected …, came …; what to do``.
+    """Return one error with a line per problem: ``field: expected …, got …; what to do``.
 
-    ``hidden`` are values (what ``${env:NAME}`` brought) that no message may contain.
+    ``hidden``: values of ``${env:NAME}``, which no message may contain.
     """
     lines = [line for problem in error.errors() for line in _lines(problem, model, hidden)]
     return ConfigError("\n".join(dict.fromkeys(lines)))

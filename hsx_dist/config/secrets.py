@@ -1,4 +1,4 @@
-"""What may be a credential, by its name, how settings are shown without any, and how they reach other processes."""
+"""Finds settings and URLs that may hold credentials, hides them, and passes them to the processes that need them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from urllib.parse import unquote
 
 from hsx_dist.errors import ConfigError
 
-#: What stands where a value is not shown.
+#: Text in place of a value that is not shown.
 HIDDEN = "(not shown)"
 
-# Texts of stored objects reach most of these patterns: the time of each grows with the text's length, not its square.
+# Most of these patterns search texts of stored objects, so the time of each must grow linearly with the text's length.
 _ENV_REFERENCE = re.compile(r"\$\{env:[^{}]*\}")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _SECRET_WORDS = frozenset(
@@ -44,7 +44,7 @@ _SECRET_WORDS = frozenset(
 _SECRET_PHRASES = (("connection", "string"),)
 # "token" is also the model's word: token_ids, skip_special_tokens, max_tokens, token_type_ids are no secrets.
 _AFTER_TOKEN = frozenset({"id", "ids", "type", "count", "limit"})
-# Names of storage options (of s3fs, gcsfs, adlfs) whose values say where and how, never who.
+# Names of storage options (of s3fs, gcsfs, adlfs) whose values are addresses and modes, never credentials.
 _HARMLESS_OPTIONS = frozenset(
     {
         "endpoint_url",
@@ -71,7 +71,7 @@ _HARMLESS_OPTIONS = frozenset(
     }
 )
 _ENDPOINT_OPTION = "endpoint_url"
-# gcsfs takes these words as `token`: they say where to look for a credential, and are none themselves.
+# gcsfs accepts these words as `token`. They name the place of a credential, and are not credentials.
 _WHERE_TO_LOOK = frozenset({"anon", "cloud", "google_default", "cache"})
 
 
@@ -129,7 +129,7 @@ def check_url(url: str) -> None:
     if odd or _as_read(url) != url or (_starts(url)[:1] == [0] and any(map(_ODD_AUTHORITY.match, _links(url)))):
         raise ConfigError(
             f"{public_url(url)}: expected scheme://place/path without control characters, without whitespace outside "
-            "its path, and without a backslash before it, got another form. Write the URL so"
+            "its path, and without a backslash before it, got another form. Write the URL in this form"
         )
 
 
@@ -143,7 +143,7 @@ def check_endpoint(endpoint: str, source: str) -> None:
     if not _is_endpoint(endpoint) or "@" in endpoint:
         raise ConfigError(
             f"{source}: expected http://HOST[:PORT] or https://HOST[:PORT], without user, password and query, got "
-            "another form. Correct it"
+            "another form. Write it in this form"
         )
 
 
@@ -153,15 +153,17 @@ def _is_endpoint(text: str) -> bool:
 
 
 def check_no_credentials(url: str) -> None:
-    """Raise ConfigError, which shows none, where ``has_credentials``, and as ``check_url``."""
+    """Raise ConfigError if ``has_credentials``, and as ``check_url`` does. The error shows no credentials."""
     check_url(url)
     if has_credentials(url):
         raise ConfigError(_REFUSED.format(public_url(url)))
 
 
 def check_place_of_credentials(url: str) -> None:
-    """Raise ConfigError where a URL has credentials that no library finds there (in a bucket's name, or as a port), and
-    as ``check_url``."""
+    """Raise ConfigError if a URL has credentials where no library reads them: in a bucket's name, or as a port.
+
+    Also raises as ``check_url`` does.
+    """
     check_url(url)
     for link in filter(_breaks_the_rule, _links(url)):
         if link.partition("://")[0].lower() in _BUCKETS or "@" not in _authority(link):
@@ -169,7 +171,7 @@ def check_place_of_credentials(url: str) -> None:
 
 
 def public_url(url: str) -> str:
-    """``url`` without credentials and without its query, for messages, logs and stored objects.
+    """Return ``url`` without credentials and without its query, for messages, logs and stored objects.
 
     Of a link with credentials (see ``has_credentials``) only what follows its last ``@`` is left. A text without
     ``://`` is returned unchanged.
@@ -186,13 +188,13 @@ def public_url(url: str) -> str:
 
 
 def is_signed_url(text: str) -> bool:
-    """Whether a URL's query or fragment holds a signature or a token (S3, GCS, Azure): the URL is the access."""
+    """Whether a URL's query or fragment holds a signature or a token (S3, GCS, Azure). Such a URL grants access."""
     found = re.search(r"[?#].*", text.partition("://")[2], re.DOTALL)
     return found is not None and any(looks_secret(unquote(name)) for name in _PARAMETER.findall(found[0]))
 
 
 def url_secrets(text: str) -> Iterator[str]:
-    """What comes before the ``@`` of each link with credentials: as it is, and its parts."""
+    """Yield the text before the ``@`` of each link with credentials, and its parts; each also percent-decoded."""
     for link in filter(_breaks_the_rule, _links(_as_read(text))):
         secret = link.partition("://")[2].rpartition("@")[0]
         yield from (secret, unquote(secret), *secret.split(":", 1), *unquote(secret).split(":", 1))
@@ -202,7 +204,7 @@ _REFUSED = (
     "{}: expected a URL without credentials, got one with a part that may be one. Give credentials by the environment, "
     "a profile or storage_options"
 )
-#: A word that may be a scheme, and what makes it one. A word without it is matched too: it is not searched again.
+#: A word that may be a scheme, and ``://``, which makes it one. Matches other words too, to search none of them twice.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://)?")
 #: ``scheme://``, chained or not, also with what libraries drop between its characters.
 _BEGINS = re.compile(
@@ -228,12 +230,15 @@ _HOST = re.compile(r"([^:@]*|\[[0-9A-Fa-f:.%]+\])(:(?P<port>\d{0,5}))?")
 
 
 def _as_read(text: str) -> str:
-    """A text that begins as a URL, without what some library drops. Any other text as it is: it may be prose."""
+    """Return a text that begins as a URL without the characters that some library drops.
+
+    Returns any other text unchanged: it may be prose.
+    """
     if _BEGINS.match(text) is None:
         return text
     text = "".join(c for c in text if c.isprintable()).lstrip(" ")
     text = re.sub(r"(^|::)(https?):[/\\]*", r"\1\2://", text, flags=re.IGNORECASE)
-    # Of prose that begins so, only what an ``@`` ends.
+    # In prose that begins as a URL, only the text before an ``@`` is changed.
     return _BEFORE_AT.sub(lambda found: _quoted(found[0]), text)
 
 
@@ -253,9 +258,10 @@ def _links(text: str) -> list[str]:
 
 
 def _authority(link: str) -> str:
-    # Settings hold texts with URLs in them, hence blanks and punctuation. Percent-encoding hides nothing.
+    # Settings hold texts with URLs, so blanks and punctuation may follow. Percent-encoding must not hide a credential.
     rest = re.split(r"[/\s]", link.partition("://")[2], maxsplit=1)[0]
-    # Some libraries take a full-width ``@`` for an ``@``. One by one: sorting many accents takes quadratic time.
+    # Some libraries read a full-width ``@`` as an ``@``. Characters are normalized one by one, because NFKC of many
+    # accents in a row takes quadratic time.
     return "".join(normalize("NFKC", c) for c in unquote(rest)).removesuffix("::").rstrip(",.;!?)}\"'`>*")
 
 
@@ -264,7 +270,7 @@ def _breaks_the_rule(link: str) -> bool:
     if scheme in _NO_HOST:
         return False
     if scheme in _BUCKETS:
-        # Some libraries strip slashes: of s3:///NAME the bucket is NAME.
+        # Some libraries strip slashes: the bucket of s3:///NAME is then NAME.
         return _BUCKET.fullmatch(authority) is None or (not authority and "@" in link)
     if scheme == "github" and _REPOSITORY.fullmatch(authority):
         return False
@@ -274,7 +280,8 @@ def _breaks_the_rule(link: str) -> bool:
     found = _HOST.fullmatch(host)
     if found is None or int(found["port"] or 0) > 65535:
         return True
-    # A secret may begin with "/", or with digits and "/": then it reads as a port. A host with a port has a dot mostly.
+    # A secret may begin with "/", or with digits and "/". It then looks like a port. Hosts with a port usually have a
+    # dot.
     doubtful = found["port"] == "" or (found["port"] and re.fullmatch(r"(?!localhost$)[\w-]+", found[1]))
     behind = _PORT_AND_SLASH.search(link) if doubtful else None
     return behind is not None and "@" in link[behind.end() :]
@@ -290,7 +297,7 @@ def _public_link(link: str) -> str:
 
 
 def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The paths below (and at) ``path`` at which a literal credential seems to stand."""
+    """Yield the paths, at and below ``path``, that seem to hold a literal credential."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from secret_paths(item, (*path, str(name)))
@@ -310,12 +317,12 @@ def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[st
 
 
 def _without_references(text: str) -> str:
-    """``text`` with a word for each ``${env:NAME}``, and without the part before an ``@`` if it is made of these."""
+    """Return ``text`` with a word for each ``${env:NAME}``, and without a part before an ``@`` that is only these."""
     return _ENV_REFERENCE.sub("env", re.sub(rf"(?<=://)({_ENV_REFERENCE.pattern}:?)+@", "", text))
 
 
 def hide_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Storage options for showing: names stay, values only where they are known to be harmless."""
+    """Return storage options for messages: all names, and only values that are known to be harmless."""
     shown: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
@@ -332,8 +339,10 @@ def _odd_endpoint(name: str, value: object) -> bool:
 
 
 def hide_secrets(value: Any, name: str = "", *, within: bool = False) -> Any:
-    """A copy of nested settings in which what looks like a credential is not shown. ``within``: a setting around this
-    one has the name of a secret, whose texts are then hidden."""
+    """Return a copy of nested settings in which values that look like credentials are hidden.
+
+    ``within``: an enclosing setting has the name of a secret. All texts in it are hidden.
+    """
     if isinstance(value, Mapping):
         within = within or looks_secret(name)
         return {k: hide_secrets(v, str(k), within=within) for k, v in value.items()}
@@ -346,10 +355,11 @@ def hide_secrets(value: Any, name: str = "", *, within: bool = False) -> Any:
     return public_url(value) if isinstance(value, str) else value
 
 
-#: Environment variables that hold or lead to credentials: taken from the driver to every process that opens the store.
+#: Prefixes of environment variables that hold or locate credentials. The driver passes these variables to every process
+#: that opens the store.
 CREDENTIAL_PREFIXES = ("AWS_", "GOOGLE_", "CLOUDSDK_CONFIG", "AZURE_", "STORAGE_EMULATOR_HOST", "GCSFS_", "FSSPEC_")
 
 
 def credential_environment() -> dict[str, str]:
-    """The driver's variables that a store may need. They travel as actor arguments, which Ray shows nowhere."""
+    """Return the driver's variables that a store may need. Actors get them as arguments, which Ray does not show."""
     return {k: v for k, v in os.environ.items() if k.startswith(CREDENTIAL_PREFIXES)}

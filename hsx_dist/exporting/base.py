@@ -57,7 +57,7 @@ class ExportOptions:
     def __post_init__(self) -> None:
         for name in ("top_k", "samples_per_file", "context"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}. Correct it")
+                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}. Set 1 or more")
 
 
 class SampleLeftOut(Exception):
@@ -123,8 +123,8 @@ def parquet_key(key: str) -> str:
     """Return the key. Raises ``ConfigError`` if it is no valid UTF-8, which Parquet requires."""
     if any("\ud800" <= c <= "\udfff" for c in key):
         raise ConfigError(
-            f"key {key[:100]!a}: expected text that UTF-8 holds, for Parquet, got a lone surrogate. "
-            "Export to vllm, whose files' names escape it, or extract the sample with another key"
+            f"key {key[:100]!a}: expected valid Unicode, which Parquet requires, got a lone surrogate. "
+            "Export to vllm, whose file names escape it, or extract the sample with another key"
         )
     return key
 
@@ -157,13 +157,13 @@ def stored_layers(run: Run) -> tuple[int, ...]:
 
 
 def need(run: Run, layers: Sequence[int], trainer: str) -> tuple[int, ...]:
-    """Return ``layers`` if the run has them. Raises ``ConfigError`` with the missing ones otherwise."""
+    """Return ``layers`` if the run has them. Otherwise raises ``ConfigError``, which names the missing ones."""
     stored = stored_layers(run)
     missing = [layer for layer in layers if layer not in stored]
     if missing:
         raise ConfigError(
             f"{run.url}: cannot be exported for {trainer}: expected layers {list(layers)} (vLLM's ids), got a run with "
-            f"{list(stored)}, without {missing}. Name others with aux_layers (--layers), or extract again"
+            f"{list(stored)}, without {missing}. Name stored layers with aux_layers (--layers), or extract again"
         )
     return tuple(layers)
 
@@ -181,7 +181,8 @@ def any_layers(run: Run, options: ExportOptions, num_layers: int, trainer: str) 
     layers = tuple(options.aux_layers or [k for k in sorted(stored_layers(run)) if k != num_layers])
     if not layers:
         raise ConfigError(
-            f"{trainer}: expected at least one auxiliary layer, got a run with layer {num_layers} only. Extract others"
+            f"{trainer}: expected at least one auxiliary layer, got a run with layer {num_layers} only. Extract the "
+            "run again with more layers"
         )
     return need(run, layers, trainer)
 
@@ -189,7 +190,8 @@ def any_layers(run: Run, options: ExportOptions, num_layers: int, trainer: str) 
 def layers_before_last(run: Run, options: ExportOptions, num_layers: int, trainer: str) -> tuple[int, ...]:
     """Return ``any_layers``. Raises ``ConfigError`` if one is given twice or is the last layer.
 
-    Trainers that count after a layer take the last one after the final norm with transformers, before it with vLLM.
+    Trainers that count *after* a layer disagree about the last one: after the final norm with transformers, before it
+    with vLLM.
     """
     layers = any_layers(run, options, num_layers, trainer)
     if num_layers in layers or len(set(layers)) < len(layers):

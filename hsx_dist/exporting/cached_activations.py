@@ -26,13 +26,13 @@ _ROWS_PER_BATCH = 64
 
 
 class SaeLensExporter(Exporter):
-    """Read back by SAELens' ``ActivationsStore`` with ``cached_activations_path``.
+    """Files for SAELens' ``ActivationsStore`` with ``cached_activations_path``.
 
-    The hook is that of the options, or that of their only layer. float32: Arrow has no bfloat16. ``ActivationsStore``
-    converts to its own ``dtype``.
+    The options name the hook, or one layer that determines it. States are float32, because Arrow has no bfloat16.
+    ``ActivationsStore`` converts them to its own ``dtype``.
     """
 
-    points: tuple[str, ...] | None = ()  # set by the constructor: a run of points alone is not refused
+    points: tuple[str, ...] | None = ()  # not None, so that a run without hidden states is not refused
     rows_alone = True  # SAELens mixes the rows of all contexts
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
@@ -67,13 +67,16 @@ class SaeLensExporter(Exporter):
             writer.finalize()
 
     def finish(self, run: Run, dest: Path) -> None:
-        """Write ``state.json`` and ``dataset_info.json``, by which ``datasets.load_from_disk`` finds the files."""
+        """Write ``state.json`` and ``dataset_info.json``, from which ``datasets.load_from_disk`` finds the files."""
         from datasets import Dataset
 
         files = sorted(dest.glob("data-*.arrow"))
         parts = [Dataset.from_file(str(file)) for file in files]
         if not any(len(part) for part in parts):
-            raise ConfigError(f"context: expected samples of {self._context} tokens, got shorter ones. Set fewer")
+            raise ConfigError(
+                f"context: expected samples of {self._context} tokens, got shorter ones. Set a smaller context "
+                "(--context)"
+            )
         info = parts[0].info
         (dest / "dataset_info.json").write_text(json.dumps({"features": info.features.to_dict()}))
         state: dict[str, Any] = {
@@ -102,7 +105,7 @@ class SaeLensExporter(Exporter):
 
 
 def _hook_of(run: Run, options: ExportOptions) -> str:
-    """Return the hook of the options, or that of their only layer, by default the run's. ``ConfigError``: not one."""
+    """Return the hook of the options, or of their one layer, or of the run's one layer. ``ConfigError``: several."""
     if options.hook is not None and options.aux_layers:
         raise ConfigError("saelens: expected a hook or a layer, got both. Leave out --layers or --hook")
     if options.hook is not None:

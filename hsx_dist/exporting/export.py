@@ -69,7 +69,7 @@ def register_exporter(name: str, exporter: type[Exporter]) -> None:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """Numbers of files ``written`` by this call and ``there`` before. ``finished``: the destination is complete.
+    """Numbers of files: ``written`` by this call, and ``there`` before. ``finished``: the destination is complete.
 
     ``left_out``: samples that the trainer refuses, in this or earlier calls. Each has a file ``NAME.left-out`` with the
     reason instead of the file ``NAME``.
@@ -121,7 +121,7 @@ def export_run(
         True
     """
     if not 0 <= shard < shards:
-        raise ConfigError(f"shard: expected 0 … {shards - 1}, got {shard}")
+        raise ConfigError(f"shard: expected 0 … {shards - 1}, got {shard}. Count shards from 0")
     run = run.snapshot()  # files are named by position
     folder = Path(dest)
     options = options or ExportOptions()
@@ -129,7 +129,7 @@ def export_run(
     if kind.points is None:
         require_hidden_states(run, to)
     exporter = kind(run, options)
-    for place in range(min(1, len(run))):  # before ``dest`` is claimed; each further sample when it is read
+    for place in range(min(1, len(run))):  # before ``dest`` is claimed; other samples are checked when they are read
         _check_tokens(run, place, exporter)
     _claim(folder, _statement_of(run, to, exporter), run.place)
     firsts = range(0, len(run), exporter.per_file)
@@ -256,13 +256,13 @@ def _batches(
 
 
 def _next_of(items: Iterator[dict[str, Any]], run: Run, place: int, exporter: Exporter) -> dict[str, Any]:
-    """The item of the sample at ``place``."""
+    """Return the item of the sample at ``place``."""
     _check_tokens(run, place, exporter)
     return next(items)
 
 
 def _check_tokens(run: Run, place: int, exporter: Exporter) -> None:
-    """``ConfigError`` where the sample is a selection of tokens, and the exporter needs whole ones."""
+    """Raise ``ConfigError`` if the sample is a selection of tokens, and the exporter needs whole samples."""
     if not exporter.rows_alone:
         sample = run.at(place)
         require_whole(sample.key, sample.meta)
@@ -271,7 +271,7 @@ def _check_tokens(run: Run, place: int, exporter: Exporter) -> None:
 def _as_the_first(item: dict[str, Any], widths: dict[str, int]) -> dict[str, Any]:
     """Return the item.
 
-    Raises ``FormatError`` if its states have another width than the run's first sample, or its ids are no int32:
+    Raises ``FormatError`` if its states have another width than the run's first sample, or its ids exceed int32:
     trainers assume one width and int32 ids, and do not check.
     """
     for name, width in widths.items():
@@ -284,7 +284,7 @@ def _as_the_first(item: dict[str, Any], widths: dict[str, int]) -> dict[str, Any
 
 
 def _left_out(path: Path) -> Path:
-    """Path of the file that replaces ``path`` if the trainer refuses the sample."""
+    """Return the path of the file that replaces ``path`` if the trainer refuses the sample."""
     return path.with_name(f"{path.name}.left-out")
 
 

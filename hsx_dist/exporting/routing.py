@@ -51,7 +51,7 @@ class RoutingExporter(Exporter):
         self.points = (_IDS, _WEIGHTS) if weighted else (_IDS,)
         if missing := sorted(set(self.layers) - set(layers)):
             raise ConfigError(
-                f"{run.url}: expected layers among {list(layers)}, got {missing} too. Name others (--layers)"
+                f"{run.url}: expected layers among {list(layers)}, got {missing} too. Name stored layers (--layers)"
             )
         self.per_file = options.samples_per_file
         self._k = stored[_IDS].width
@@ -110,8 +110,11 @@ class RoutingExporter(Exporter):
 
 
 def _values(row: Mapping[str, Any], name: str) -> np.ndarray[Any, Any]:
-    """Return an array of an item, weights as float32. Raises ``FormatError`` if the experts are no int32."""
+    """Return an array of an item, weights as float32. Raises ``FormatError`` for float ids and for integer weights."""
     x = row[name]
     if x.is_floating_point() == (name != _WEIGHTS):
-        raise FormatError(f"{row['key'][:80]!a}: expected {name} in the router's dtype, got {x.dtype}. It is damaged")
+        raise FormatError(
+            f"{row['key'][:80]!a}: expected {name} in the router's dtype, got {x.dtype}. The sample is damaged: "
+            "extract it again"
+        )
     return (x.float() if name == _WEIGHTS else x).numpy()  # type: ignore[no-any-return]

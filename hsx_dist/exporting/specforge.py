@@ -25,7 +25,7 @@ class _SpecForge(TorchExporter):
 
 class Eagle3Exporter(_SpecForge):
     """``input_ids [T]``, ``loss_mask [T]`` int64, ``aux_hidden_state [1, T, 3H]``, ``hidden_state [1, T, H]`` after the
-    final norm. Refuses another number of auxiliary layers."""
+    final norm. Refuses a number of auxiliary layers other than three."""
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
         last = num_layers_of(run, options)
@@ -39,8 +39,9 @@ class Eagle3Exporter(_SpecForge):
 class DFlashExporter(_SpecForge):
     """``input_ids [T]``, ``loss_mask [T]`` int64, ``hidden_states [1, T, kH]``.
 
-    Leaves out samples without two consecutive tokens that the loss counts: SpecForge's reader fails on them. It also
-    fails if only the cut to its ``max_length`` removes those tokens. Refuses the last layer as an auxiliary layer.
+    Leaves out samples without two consecutive tokens that the loss counts, because SpecForge's reader fails on them.
+    The reader also fails if it cuts a sample to its ``max_length``, and no such tokens remain. Refuses the last layer
+    as an auxiliary layer.
     """
 
     trainer = "specforge-dflash"

@@ -47,7 +47,7 @@ class TorchExporter(Exporter):
         torch.save({name: _compact(tensor) for name, tensor in self._tensors(item).items()}, path)
 
     def _tensors(self, item: dict[str, Any]) -> dict[str, Any]:
-        """The file's tensors by name."""
+        """Return the file's tensors by name."""
         raise NotImplementedError
 
     def _tokens(self, item: dict[str, Any]) -> dict[str, Any]:
@@ -77,6 +77,6 @@ class TorchExporter(Exporter):
 
 
 def _compact(tensor: Any) -> Any:
-    """Return a copy of a view: ``torch.save`` would store all memory that the view is part of."""
+    """Return the tensor, copied if it is a view: ``torch.save`` would store all memory behind the view."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

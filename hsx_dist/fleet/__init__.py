@@ -1,1 +1,1 @@
-"""Replicas and writers, their places and their lives: in this process, or on a Ray cluster."""
+"""Start, placement and failures of replicas and writers, in this process or on a Ray cluster."""

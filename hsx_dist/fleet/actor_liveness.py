@@ -1,9 +1,9 @@
-"""Actors that cannot be reached.
+"""Handling of actors that cannot be reached.
 
 Ray fails calls one second after their connection broke (``ActorUnavailableError``). Ray declares a node and its actors
 dead when the node misses its health checks. Ray's defaults (``ray_config_def.h``) are 5 misses, and one check every 3 s
-with a limit of 10 s. So this takes 15 s if connections are refused, and up to 65 s if nothing answers. Before that, it
-is unknown whether an actor died, and why.
+with a limit of 10 s. So detection takes 15 s if connections are refused, and up to 65 s if nothing answers. Before
+that, it is unknown whether an actor died, and why.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ class Inquiry:
         return late
 
     def heard(self, ref: Any) -> tuple[Any, RayError | None] | None:
-        """The name and cause of death (None: it is alive) for a completed ref. None if the fate is still unknown, or if
-        the actor was forgotten."""
+        """Return the name and the cause of death (None: it is alive) for a completed ref.
+
+        Returns None if it is still unknown whether the actor is alive, or if the actor was forgotten.
+        """
         name = self._asked.pop(ref)
         if name not in self._actors:
             return None
@@ -106,7 +108,7 @@ def failures(
         try:
             ray.get(ref)
         except RayError as e:
-            log.warning("no answer: %s", reason_of(e))
+            log.warning("an actor did not answer: %s", reason_of(e))
             failed[calls[ref]] = e
     if late:
         log.warning("%d of %d actors did not answer in time", len(late), len(calls))
@@ -118,9 +120,9 @@ def flush_until_known(
 ) -> dict[Any, RayError]:
     """Flush ``actors``. Returns the actors that could not be flushed, and their errors.
 
-    An unreachable actor is flushed again until it answers or Ray reports its death: it may be alive, and may still
-    store its pages. Actors in ``given_up`` are called once. When ``hurry`` returns true the wait ends, and unreachable
-    actors are not returned.
+    Flushes an unreachable actor again until it answers or Ray reports its death: it may be alive, and may still store
+    its pages. Calls actors in ``given_up`` only once. When ``hurry`` returns true, the wait ends, and the result has no
+    unreachable actors.
     """
     end = time.monotonic() + KNOWN_AFTER_S
     failed: dict[Any, RayError] = {}

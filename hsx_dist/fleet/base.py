@@ -33,8 +33,8 @@ class ReplicaUnreached:
 class ReplicaDied:
     """The replica is dead, or did not start. Rows of its tasks without a receipt are lost.
 
-    ``fatal``: the engine refused to start, and another one would too. ``blameless``: its node died or drains, or its
-    connection broke. ``drained``: it was ended because its node drains, and had no task left."""
+    ``fatal``: no replica replaces it, and no other is left. ``blameless``: its node died or drains, or its connection
+    broke. ``drained``: it was ended because its node drains, and had no task left."""
 
     replica: int
     reason: str
@@ -45,7 +45,7 @@ class ReplicaDied:
 
 @dataclass(frozen=True, slots=True)
 class NodeGone:
-    """A node with writers died. Pages that these had not stored are lost."""
+    """A node with writers died. Pages that its writers had not stored are lost."""
 
     node: str
 
@@ -76,13 +76,13 @@ class Fleet(Protocol):
     def submit(self, replica: int, task: Task) -> None: ...
 
     def poll(self, timeout: float) -> list[FleetEvent]:
-        """Events since the last call. Waits up to ``timeout`` seconds for the first one."""
+        """Return the events since the last call. Waits up to ``timeout`` seconds for the first one."""
         ...
 
     def flush(self, timeout: float | None = None, *, hurry: Callable[[], bool] | None = None) -> list[FleetEvent]:
         """Block until everything that replicas have shipped is durable. Returns the events until then.
 
-        After ``timeout`` seconds, or when ``hurry`` returns true, it returns early, without events of the rest."""
+        Returns early after ``timeout`` seconds, or when ``hurry`` returns true. Later events are then missing."""
         ...
 
     def close(self, *, quickly: bool = False) -> None:

@@ -25,11 +25,12 @@ def check_output(output: str, nodes: int) -> None:
 
 
 def affordable_credit(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> int:
-    """Bytes of credit of one writer: as configured, but at most the writers' share of half the node's object store. A
-    full object store spills to disk without an error.
+    """Return one writer's credit in bytes: as configured, but at most its share of half the node's object store.
+
+    A full object store spills to disk without an error.
 
     Raises:
-        ConfigError: that half does not hold two pages for each writer.
+        ConfigError: half of a node's object store does not hold two pages for each writer.
     """
     wanted = int(config.writers.credit_bytes)
     smallest = min(int(n["Resources"].get("object_store_memory", 0)) for n in nodes)
@@ -51,10 +52,10 @@ def affordable_credit(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]])
 def affordable_abroad(
     config: ExtractConfig, spec: EngineSpec, placement: Placement, nodes: Sequence[Mapping[str, Any]]
 ) -> int:
-    """Default limit of unacknowledged bytes that one sender has at other nodes' writers.
+    """Return the default limit of unacknowledged bytes from one sender to writers on other nodes.
 
-    They occupy the object store of the sender's node. A quarter of that store is for all senders that fit on a node,
-    and half for the credits of the node's writers."""
+    These bytes occupy the object store of the sender's node. A quarter of that store is for all senders that fit on a
+    node, and half is for the credits of the node's writers."""
     resources = [n["Resources"] for n in nodes]
     smallest = min(int(have.get("object_store_memory", 0)) for have in resources)
     most = config.max_replicas
@@ -65,7 +66,7 @@ def affordable_abroad(
 
 
 def fitting(node: Mapping[str, float], wanted: Mapping[str, float]) -> int:
-    """Number of replicas that fit on a node with these resources, if each takes ``wanted`` (not empty)."""
+    """Return how many replicas fit on a node with these resources, if each takes ``wanted`` (not empty)."""
     return min(int(node.get(name, 0) / amount + 1e-9) for name, amount in wanted.items())
 
 
@@ -77,7 +78,7 @@ def fits_writers(node: Mapping[str, float], cpus: float) -> bool:
 def check_capacity(config: ExtractConfig, placement: Placement, nodes: Sequence[Mapping[str, float]]) -> None:
     """Raise ``ConfigError`` if ``nodes`` (their Ray resources) cannot hold ``min_replicas`` and the writers.
 
-    Without this check the replicas wait in Ray for ever, and the job's log does not show it.
+    Without this check the replicas wait in Ray forever, and the job's log does not show why.
     """
     wanted = placement.total
     writers = config.writers.per_node * config.writers.num_cpus
@@ -109,7 +110,7 @@ def check_capacity(config: ExtractConfig, placement: Placement, nodes: Sequence[
 def check_total_capacity(
     config: ExtractConfig, wanted: Mapping[str, float], nodes: Sequence[Mapping[str, float]], writers: float
 ) -> None:
-    """``check_capacity`` for replicas that span nodes. Only the sums are checked, as Ray places the bundles."""
+    """Do ``check_capacity`` for replicas that span nodes. Checks only the sums, because Ray places the bundles."""
     have = {name: sum(node.get(name, 0) for node in nodes) for name in wanted}
     have["CPU"] = have.get("CPU", 0) - writers * sum(fits_writers(node, writers) for node in nodes)
     short = [name for name, amount in wanted.items() if have[name] + 1e-9 < amount * config.min_replicas]
@@ -117,5 +118,5 @@ def check_total_capacity(
         raise ConfigError(
             f"min_replicas: expected room for {config.min_replicas} replicas that span nodes, "
             f"{', '.join(f'{amount:g} {name}' for name, amount in sorted(wanted.items()))} each, got a cluster with "
-            f"too little of {', '.join(sorted(short))}; lower min_replicas or tensor_parallel_size, or add nodes"
+            f"too little {', '.join(sorted(short))}; lower min_replicas or tensor_parallel_size, or add nodes"
         )

@@ -19,8 +19,11 @@ class CoreClaim:
     """Cores of this machine that no other process of this package claims. The claim ends with the process."""
 
     def __init__(self, count: int):
-        """Claim up to ``count`` of the cores that this process may run on, and list them in ``cores``. Claims none, and
-        logs why, if the folder of the claims cannot be used: any user can create a folder of that name."""
+        """Claim up to ``count`` of the cores that this process may run on, and list them in ``cores``.
+
+        If the folder of the claims cannot be used, claims none, and logs why. Any user can create a folder of that
+        name.
+        """
         self.cores: list[int] = []
         self._files: list[int] = []
         try:
@@ -54,15 +57,15 @@ class CoreClaim:
 
 @cache
 def warn_once(why: str) -> None:
-    log.warning("no cores are reserved for engines of this process; engines of one machine may share cores: %s", why)
+    log.warning("no cores are reserved for engines of this process, engines of one machine may share cores: %s", why)
 
 
 def omp_binding(cores: list[int], ranks: int, wanted: int) -> str:
     """``VLLM_CPU_OMP_THREADS_BIND`` for an engine of ``ranks`` workers: a list of cores for each rank, joined by ``|``.
 
-    ``nobind`` if fewer than ``wanted`` cores are free: the kernel's choice is better than two engines on one core."""
+    Returns ``nobind`` if fewer than ``wanted`` cores are free: the kernel's choice is better than sharing a core."""
     if len(cores) < max(wanted, ranks):
-        log.warning("%d free cores of %d wanted: the engine's threads are not bound", len(cores), max(wanted, ranks))
+        log.warning("engine threads are not bound to cores: free=%d wanted=%d", len(cores), max(wanted, ranks))
         return "nobind"
     share = len(cores) // ranks
     return "|".join(",".join(map(str, cores[r * share : (r + 1) * share])) for r in range(ranks))

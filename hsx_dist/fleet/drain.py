@@ -1,4 +1,4 @@
-"""Report to Ray that a node will be shut down, so that a run stores its pages there and continues on other nodes."""
+"""Reports to Ray that a node will shut down, so that a run stores the node's pages and continues on other nodes."""
 
 from __future__ import annotations
 
@@ -46,5 +46,7 @@ def drain_node(seconds: float, *, address: str | None = None, node: str | None =
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     accepted, why = gcs.drain_node(ids[0], reason, "its machine will stop (hsx drain)", deadline)
     if not accepted:
-        raise ConfigError(f"expected Ray to drain node {ids[0]}, got a refusal: {why}")
+        raise ConfigError(
+            f"expected Ray to drain node {ids[0]}, got a refusal: {why}. Check the node's state with `ray list nodes`"
+        )
     return ids[0]

@@ -33,7 +33,7 @@ class LocalFleet:
     def _start_replica(self) -> None:
         try:
             self._replica = Replica(self._spec, lambda: ThreadSender(self._sink, self._threads))
-        except Exception as e:  # noqa: BLE001 - told to the driver, which raises it
+        except Exception as e:  # noqa: BLE001 - sent to the driver, which raises it
             self._events.put(ReplicaDied(0, str(e), fatal=True))
         else:
             self._events.put(ReplicaReady(0))
@@ -54,7 +54,7 @@ class LocalFleet:
 
     def flush(
         self,
-        timeout: float | None = None,  # noqa: ARG002 - the process ends it
+        timeout: float | None = None,  # noqa: ARG002 - a flush in this process has no limit
         *,
         hurry: Callable[[], bool] | None = None,  # noqa: ARG002
     ) -> list[FleetEvent]:
@@ -70,7 +70,7 @@ class LocalFleet:
 
 
 def drain_queue(get: Callable[..., FleetEvent], timeout: float) -> list[FleetEvent]:
-    """All items of a queue. Waits up to ``timeout`` seconds for the first one."""
+    """Return all items of a queue. Waits up to ``timeout`` seconds for the first one."""
     events: list[FleetEvent] = []
     try:
         events.append(get(timeout=timeout) if timeout > 0 else get(block=False))

@@ -10,8 +10,8 @@ from typing import Any
 class Nodes:
     """A snapshot of the cluster.
 
-    ``resources``: of the nodes that are alive and do not drain. ``draining``: ids of nodes that are alive and drain (a
-    spot machine's notice, an autoscaler, ``ray drain-node``)."""
+    ``resources``: resources of the nodes that are alive and do not drain. ``draining``: ids of nodes that are alive and
+    drain (a spot machine's notice, an autoscaler, ``ray drain-node``)."""
 
     resources: dict[str, dict[str, Any]] = field(default_factory=dict)
     draining: frozenset[str] = frozenset()

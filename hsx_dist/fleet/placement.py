@@ -15,15 +15,15 @@ Resources = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A Ray placement group for one replica. Its actor takes the first of ``bundles``.
+    """A Ray placement group for one replica. The replica's actor takes the first of ``bundles``.
 
-    If vLLM starts the ranks as children of the actor: one bundle with all GPUs. If vLLM's Ray executor starts them: one
-    bundle with one GPU for each rank, as it requires, and rank 0 is on the actor's node.
+    If vLLM starts the ranks as children of the actor, one bundle has all GPUs. If vLLM's Ray executor starts them, each
+    rank has a bundle with one GPU, as the executor requires, and rank 0 is on the actor's node.
     """
 
     bundles: tuple[Resources, ...]
     strategy: Literal["STRICT_PACK", "PACK"]
-    #: GPUs of the actor. 0 with the Ray executor, as the ranks take them.
+    #: GPUs of the actor. 0 with the Ray executor, because the ranks take them.
     actor_gpus: float
 
     @property
@@ -39,7 +39,7 @@ class Placement:
 
 
 def place(replica: ReplicaConfig, spec: EngineSpec, nodes: Sequence[Mapping[str, float]]) -> Placement:
-    """The placement of replicas of ``spec`` on nodes with these Ray resources.
+    """Return the placement of replicas of ``spec`` on nodes with these Ray resources.
 
     An autoscaler's future nodes are unknown: a replica that fits on no present node spans nodes.
 
@@ -64,10 +64,10 @@ def place(replica: ReplicaConfig, spec: EngineSpec, nodes: Sequence[Mapping[str,
 
 
 def placed_spec(spec: EngineSpec, placement: Placement) -> EngineSpec:
-    """Engine arguments for this placement: the Ray executor if each rank has a bundle, else children of the actor. By
-    default vLLM uses Ray's executor in every placement group.
+    """Return ``spec`` for this placement: with the Ray executor if each rank has a bundle, else with child processes.
 
-    With Ray's executor only rank 0 ships, as vLLM places it on the actor's node, where the socket for pages is.
+    vLLM's default in a placement group is always the Ray executor. With it only rank 0 ships, because vLLM places it
+    on the actor's node, where the socket for pages is.
     """
     kwargs: dict[str, Any] = dict(spec.engine_kwargs)
     if len(placement.bundles) > 1:

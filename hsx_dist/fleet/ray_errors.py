@@ -13,7 +13,7 @@ def went_with_its_node(error: RayError) -> bool:
 
 
 def reason_of(error: RayError) -> str:
-    """One line with the cause of a failed actor or task: an error of this package if it is the cause, else Ray's."""
+    """Return one line with the cause of a failed actor or task: this package's error if there is one, else Ray's."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, HsxError):
         return str(cause)

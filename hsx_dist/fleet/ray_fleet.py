@@ -47,7 +47,7 @@ CLOSE_S = 30.0
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """Number and size of the actors. ``replicas``: the most that are started. Those without free resources wait, so
+    """Number and size of the actors. ``replicas``: number of started replicas. Replicas without free resources wait, so
     that an autoscaler adds nodes."""
 
     replicas: int
@@ -114,8 +114,8 @@ class RayFleet:
     def start(self) -> None:
         self._here = str(ray.get_runtime_context().get_node_id())
         self._nodes, self._looked = self._look(), time.monotonic()
-        # Before any replica, which could take their CPUs. If another job has these, a writer waits in Ray: no pages are
-        # sent to it, and no call waits for it, until it has answered.
+        # Writers start first, because replicas could take their CPUs. If another job has these CPUs, a writer waits in
+        # Ray. No pages are sent to it, and no call waits for it, until it has answered.
         self._start_writers()
         for _ in range(self._shape.replicas):
             self._start_replica()
@@ -146,7 +146,7 @@ class RayFleet:
         return events + self._take_leave()
 
     def _take_leave(self) -> list[FleetEvent]:
-        """Give replicas on draining nodes no more tasks, and start others in their place."""
+        """Stop giving tasks to replicas on draining nodes, and start other replicas."""
         events: list[FleetEvent] = []
         if self._here in self._nodes.draining and not self._told_draining:
             self._told_draining = True
@@ -237,7 +237,7 @@ class RayFleet:
         events: list[FleetEvent] = []
         if time.monotonic() - self._looked > NODES_EVERY_S:
             events += self._watch_nodes()
-        # Calls of an unreachable replica have failed. ``_inquiry`` polls its fate.
+        # Calls of an unreachable replica have failed. ``_inquiry`` polls whether it is alive.
         calls = [ref for ref, (number, _) in self._calls.items() if number not in self._inquiry]
         refs = [*calls, *self._listening, *self._inquiry.refs]
         done, _ = ray.wait(refs, num_returns=1, timeout=0 if events else timeout) if refs else ([], [])
@@ -262,7 +262,7 @@ class RayFleet:
         """Take a writer's answer."""
         actor = self._listening.pop(ref, None)
         if actor is None:
-            return []  # its node died while other answers were read
+            return []  # the writer's node died while other answers were read
         events: list[FleetEvent] = []
         try:
             events += ray.get(ref)
@@ -272,7 +272,8 @@ class RayFleet:
                 self._tell_replicas()
             events += self._announce()
         except RayError as e:
-            # Ray restarts it while its node is alive. Samples that it held have no receipt, and are computed again.
+            # Ray restarts the writer while its node is alive. Samples that it held have no receipt, and are computed
+            # again.
             what = "is unreachable" if isinstance(e, ActorUnavailableError) else "died"
             log.warning("a writer %s: %s", what, type(e).__name__)
             events += self._watch_nodes()
@@ -290,7 +291,7 @@ class RayFleet:
         return [*self._apply(number, Started(node)), *self._announce()]
 
     def _announce(self) -> list[FleetEvent]:
-        """Let replicas that are up take tasks once one writer is up."""
+        """Report the started replicas as ready if a writer is up."""
         if not self.writers.listed:
             return []
         return [event for number in list(self.replicas) for event in self._apply(number, WritersReady())]
@@ -317,8 +318,8 @@ class RayFleet:
             return []
         number, error = known
         if error is None:
-            # Its answers are lost, and it may still run the tasks: another replica gets the rows, and this one is
-            # killed.
+            # The replica is alive, but its answers are lost, and it may still run the tasks. It is killed, and another
+            # replica gets the rows.
             return self._died(number, RayError("its connection broke, and its answers are lost"), cut_off=True)
         return self._died(number, error)
 
@@ -345,8 +346,8 @@ class RayFleet:
             events += self._flush_whatever_it_takes(hurry)
         else:
             self._flush_by(end)
-        # Receipts of the flush arrive with the open call of ``events``, or with the next one. In a hurry, writers
-        # without events are not waited for.
+        # Receipts of the flush arrive with the open call of ``events``, or with the next one. With a time limit there
+        # is one round of at most a second: writers without events are not waited for.
         for _ in range(2 if end is None else 1):
             refs = self._answering()
             patience = None if end is None else min(end - time.monotonic(), 1.0)
@@ -355,7 +356,7 @@ class RayFleet:
         return events
 
     def _answering(self) -> dict[Any, Any]:
-        """Ref → writer, for the writers that have answered once. The others may wait for their CPUs."""
+        """Return ref → writer, for the writers that have answered once. The others may wait for their CPUs."""
         starting = self.writers.of(WriterState.STARTING)
         return {ref: actor for ref, actor in self._listening.items() if actor not in starting}
 

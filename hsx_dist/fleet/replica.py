@@ -1,4 +1,4 @@
-"""One replica: a vLLM engine that a thread steps. It takes tasks, and ships pages through a sender. No Ray here."""
+"""One replica: a vLLM engine that a thread steps. It takes tasks, and ships pages through a sender. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ class Replica:
     def __init__(
         self, spec: EngineSpec, make_sender: Callable[[], Sender], meter: Meter | None = None, *, name: str = "0"
     ):
-        """Start the engine, and block until it is ready. ``meter``: counts for engine and ring. ``name``: the replica's
-        name in log lines of its ranks.
+        """Start the engine, and block until it is ready.
+
+        ``meter``: counters of engine and ring. ``name``: the replica's name in log lines of its ranks.
 
         Raises:
             EngineError: vLLM did not start. The message has vLLM's reason.
@@ -137,7 +138,7 @@ class Replica:
         """End the engine and the shipping threads. Tasks still running fail."""
         self._inbox.put(None)
         self._wake.set()
-        # vLLM's client blocks for ever on processes that were killed. Its thread is not waited for.
+        # vLLM's client blocks forever on killed processes, so the wait for its thread has a limit.
         self._thread.join(timeout=None if self._failure is None else 10)
         self._close_transport()
 
@@ -179,7 +180,7 @@ class Replica:
 
     def _on_processes_ended(self) -> None:
         # On the shipping thread: the engine's thread may block on an answer of the dead processes.
-        self._end(EngineError("its processes ended"))
+        self._end(EngineError("the engine's processes ended. Look at their last log lines"))
         self._wake.set()
 
     # -- the engine's thread -------------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ class Replica:
         from vllm import LLM
         from vllm.exceptions import VLLMValidationError
 
-        #: vLLM's errors for a bad request; the engine goes on.
+        #: vLLM's errors for a bad request, after which the engine continues.
         self._refusals = (VLLMValidationError,)
         spec = self._spec
         try:
@@ -239,7 +240,7 @@ class Replica:
             except queue.Empty:
                 if self._running:
                     return True
-                self._wait("idle_seconds")  # nothing runs: sleep until the next call
+                self._wait("idle_seconds")
                 continue
             if running is None:
                 return False
@@ -286,7 +287,7 @@ class Replica:
     def _sampling_params(self, kv_transfer_params: dict[str, Any], key: str = "") -> Any:
         from vllm import SamplingParams
 
-        # One token is sampled, as vLLM cannot sample none. The user's parameters override these.
+        # vLLM cannot sample zero tokens, so one is sampled. The user's parameters override these.
         params = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **self._spec.sampling_params}
         if self._spec.seed and self._spec.rules.include_output_tokens:
             params["seed"] = row_seed(self._spec.seed, key)
@@ -338,7 +339,7 @@ class Replica:
 
 
 def row_seed(run: str, key: str) -> int:
-    """The seed of a row's sampling, 0 to 2^63 - 1. It depends on the run's seed and the row's key only."""
+    """Return the sampling seed of a row, 0 to 2^63 - 1. It depends only on the run's seed and the row's key."""
     digest = hashlib.blake2b(f"{run}\0{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
@@ -346,7 +347,7 @@ def row_seed(run: str, key: str) -> int:
 def engine_arguments(
     spec: EngineSpec, transport: str, address: str, replica: str = "0", *, authkey: bytes | None = None
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``: the user's, unchanged, and those of the extraction.
+    """Return the arguments of ``vllm.LLM``: the user's, unchanged, and those of the extraction.
 
     ``authkey``: key for the socket at ``address``. vLLM's log lines do not show it."""
     arguments: dict[str, Any] = {"disable_log_stats": True, **spec.engine_kwargs}
@@ -382,7 +383,7 @@ def engine_arguments(
 
 
 def _captures(spec: EngineSpec) -> dict[str, Any]:
-    """Arguments that make the engine capture."""
+    """Return the arguments with which the engine captures."""
     if spec.capture is not None:
         user = spec.engine_kwargs.get("additional_config") or {}
         return {"additional_config": {**user, **additional_config(dict(spec.capture))}}

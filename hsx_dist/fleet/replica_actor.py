@@ -86,7 +86,7 @@ class ReplicaActor:
         self._export.close()
 
     def _on_lost(self, lost: Lost) -> None:
-        # For readers of the actor's log only. The driver sees it by the missing receipts.
+        # Only for the actor's log. The driver detects the loss by the missing receipts.
         log.warning("pages of %d segments were not taken by their writer: %s", len(lost.segments), lost.reason)
 
 
@@ -102,7 +102,7 @@ def start_replica(
     name: str,
     namespace: str,
 ) -> tuple[Any, Any]:
-    """Start a replica's actor. Returns it and its placement group (None if it reserves no resources)."""
+    """Start a replica's actor. Returns the actor and its placement group (None if it reserves no resources)."""
     group, scheduling = None, {}
     if placement.total:  # Ray refuses an empty group
         group = ray.util.placement_group(list(placement.bundles), strategy=placement.strategy, name=name)
@@ -126,7 +126,7 @@ def start_replica(
         .remote(
             sendable(spec),
             writers,
-            # An argument, not a runtime_env, which Ray's dashboard shows.
+            # An argument, because Ray's dashboard shows a runtime_env.
             {**credential_environment(), **environment},
             num_cpus,
             {"run": spec.output, "replica": str(number)},

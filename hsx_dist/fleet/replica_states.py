@@ -1,4 +1,4 @@
-"""The state machine of a replica, from the driver's side. No Ray.
+"""The state machine of a replica, from the driver's side. Does not use Ray.
 
 ``after`` is a pure function. It returns the next state, the fleet's actions and the driver's events.
 """
@@ -23,8 +23,8 @@ class ReplicaPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """One replica. ``failures``: consecutive deaths before it. ``node``: empty until the engine is up. ``replaced``:
-    another one was started, because its node drains."""
+    """One replica. ``failures``: consecutive deaths before this replica. ``node``: empty until the engine is up.
+    ``replaced``: another replica was started, because this one's node drains."""
 
     number: int
     failures: int = 0
@@ -72,7 +72,7 @@ class CallFailed:
 @dataclass(frozen=True, slots=True)
 class ReplicaLost:
     """The replica is dead, or treated as dead (``cut_off``: it may be alive). ``with_node``: it died with its node.
-    ``hopeless``: no replica of this run was ever up. ``last``: it is the only one."""
+    ``hopeless``: no replica of this attempt was ever up. ``last``: it is the only replica."""
 
     reason: str
     with_node: bool = False
@@ -89,7 +89,7 @@ ReplicaInput = Started | WritersReady | NodeDrains | TaskGiven | TaskAnswered | 
 
 @dataclass(frozen=True, slots=True)
 class StartReplica:
-    """Start another replica. ``failures``: consecutive deaths before it."""
+    """Start another replica. ``failures``: consecutive deaths before this replica."""
 
     failures: int = 0
 
@@ -106,7 +106,7 @@ Action = StartReplica | EndReplica | FleetEvent
 
 
 def after(state: ReplicaState, happened: ReplicaInput, *, max_failures: int) -> tuple[ReplicaState, list[Action]]:
-    """The next state, and the actions. ``max_failures``: after this many consecutive deaths none is started."""
+    """Return the next state and the actions. After more than ``max_failures`` consecutive deaths, starts no replica."""
     phase, number = state.phase, state.number
     if phase is ReplicaPhase.GONE:
         return state, []
@@ -116,7 +116,7 @@ def after(state: ReplicaState, happened: ReplicaInput, *, max_failures: int) -> 
         case WritersReady() if phase is ReplicaPhase.WAITING:
             return replace(state, phase=ReplicaPhase.READY), [ReplicaReady(number)]
         case NodeDrains() if phase is not ReplicaPhase.STARTING and not state.replaced:
-            if phase is not ReplicaPhase.UNREACHABLE:  # else it keeps its tasks until Ray reports its fate
+            if phase is not ReplicaPhase.UNREACHABLE:  # else it keeps its tasks until Ray reports if it is dead
                 phase = ReplicaPhase.LEAVING
             left, done = _ended_if_idle(replace(state, phase=phase, replaced=True))
             return left, [ReplicaLeaving(number), StartReplica(), *done]
@@ -141,9 +141,9 @@ def _ended_if_idle(state: ReplicaState) -> tuple[ReplicaState, list[Action]]:
 
 
 def _lost(state: ReplicaState, lost: ReplicaLost, max_failures: int) -> list[Action]:
-    """Report a death once; the replica's tasks are dropped with it."""
+    """Return the actions after a replica's death."""
     blameless = lost.with_node or lost.cut_off
-    # If a task is alone on its engine, its row is the cause, and not the engine.
+    # If a task is alone on its engine, the task's row is the cause, and not the engine.
     alone = any(task.alone for task in state.tasks) and not lost.cut_off
     failures = state.failures + (not lost.with_node and not alone)
     hopeless = lost.hopeless and not state.node and not blameless

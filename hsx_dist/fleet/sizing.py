@@ -1,4 +1,4 @@
-"""The fleet on a Ray cluster, from a configuration and the cluster's resources."""
+"""Creates the fleet on a Ray cluster from a configuration and the cluster's resources."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from hsx_dist.writers.sink import SinkOptions
 def ray_fleet(
     config: ExtractConfig, spec: EngineSpec, options: Callable[[str], SinkOptions], *, name: str, folder: str
 ) -> RayFleet:
-    """The fleet of a configuration, on the cluster to which this driver is connected. Its writers store below
-    ``folder`` of the output.
+    """Return the fleet of a configuration, on the cluster to which this driver is connected.
+
+    Its writers store below ``folder`` of the output.
 
     Raises:
         ConfigError: the output is one node's local disk, or no node can hold a replica.

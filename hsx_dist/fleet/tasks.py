@@ -49,7 +49,7 @@ class EngineSpec:
 
     model: str
     revision: str | None
-    layers: tuple[int, ...]  # for vLLM's extraction; with ``capture`` they are in it
+    layers: tuple[int, ...]  # for vLLM's extraction; ``capture`` has its own layers
     engine_kwargs: Mapping[str, Any]
     sampling_params: Mapping[str, Any]
     chat_template_kwargs: Mapping[str, Any]
@@ -65,10 +65,11 @@ class EngineSpec:
     capture: Mapping[str, Any] | None = None
     #: Number of ranks that ship, from rank 0. None: all ranks, in turn.
     owners: int | None = None
-    #: Limit of unacknowledged bytes that one of them has at other nodes' writers.
+    #: Limit of unacknowledged bytes from one rank to writers on other nodes.
     abroad_bytes: int = ABROAD_BYTES
     rules: RowRules = field(default_factory=RowRules)
-    #: With a row's key the seed of its sampling; the same in every attempt of a run. Empty: vLLM's choice.
+    #: Base of the sampling seeds, the same in every attempt of a run. A row's seed is derived from this seed and the
+    #: row's key. Empty: vLLM chooses the seeds.
     seed: str = ""
 
     @property

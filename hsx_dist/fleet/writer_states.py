@@ -1,4 +1,4 @@
-"""The state machine of writers, from the driver's side. No Ray.
+"""The state machine of writers, from the driver's side. Does not use Ray.
 
 ``AFTER`` is the state machine of one writer. ``WriterPool`` applies it to all writers of a run, and decides which nodes
 get writers.
@@ -16,7 +16,7 @@ from hsx_dist.fleet.nodes import Nodes
 
 
 class WriterState(Enum):
-    STARTING = auto()  #: no answer yet: on a full node it may wait for CPUs for ever, so no pages are sent to it
+    STARTING = auto()  #: no answer yet: on a full node it may wait for CPUs forever, so no pages are sent to it
     READY = auto()
     DRAINING = auto()  #: its node drains: it stores its pages, and gets no new ones
     UNREACHABLE = auto()  #: a flush timed out: it stays listed, and the next flush calls it once
@@ -30,7 +30,7 @@ class WriterInput(Enum):
     LEFT = auto()  #: its node is dead, or gets no writers any more
 
 
-#: (state, input) → state. A pair that is not here changes nothing.
+#: (state, input) → state. Other pairs change nothing.
 AFTER: dict[tuple[WriterState, WriterInput], WriterState] = {
     (WriterState.STARTING, WriterInput.HEARD): WriterState.READY,
     (WriterState.STARTING, WriterInput.DRAINS): WriterState.GONE,
@@ -94,7 +94,7 @@ class WriterPool:
         self._writers[handle] = PoolWriter(node)
 
     def new_nodes(self, nodes: Nodes) -> list[tuple[int, str]]:
-        """(number, node) of each node that needs writers now."""
+        """Return (number, node) of each node that needs writers now."""
         new = sorted(node for node in nodes.resources if self._is_for_writers(node, nodes) and node not in self._served)
         self._served += new
         return [(self._served.index(node), node) for node in new]

@@ -1,1 +1,1 @@
-"""From files to rows: formats, limits and the checks of every value."""
+"""Reading of input files as rows: formats, limits, and checks of every value."""

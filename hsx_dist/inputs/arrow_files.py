@@ -14,7 +14,7 @@ from typing import Any
 from uuid import UUID
 
 _NAME = b"ARROW:extension:name"
-#: What Arrow itself registers.
+#: Extension types that Arrow registers itself.
 _CANONICAL = ("bool8", "fixed_shape_tensor", "json", "opaque", "parquet.variant", "uuid", "variable_shape_tensor")
 _ARROW_MAGIC = b"ARROW1"
 #: Bytes of a column that are read at once.
@@ -31,8 +31,9 @@ def unregister_extension_types() -> None:
 
 
 def open_arrow(file: io.RawIOBase) -> tuple[Any, Callable[[Sequence[str]], Iterator[Any]]]:
-    """The schema of an Arrow file (also Feather version 2) or an Arrow stream, and a function that reads the record
-    batches with some of its columns.
+    """Return the schema of an Arrow file (also Feather version 2) or stream, and a function that reads record batches.
+
+    The function takes the names of the columns to read.
 
     Raises:
         pyarrow.ArrowInvalid, OSError: the file has neither format.
@@ -57,7 +58,7 @@ def open_arrow(file: io.RawIOBase) -> tuple[Any, Callable[[Sequence[str]], Itera
 
 
 def with_uuids_as_text(batch: Any) -> Any:
-    """A record batch in which a column of Arrow's type ``arrow.uuid`` is text; its storage type is 16 bytes."""
+    """Return a record batch whose columns of Arrow's type ``arrow.uuid`` (stored as 16 bytes) are text."""
     import pyarrow as pa
 
     for i, field in enumerate(batch.schema):
@@ -68,7 +69,7 @@ def with_uuids_as_text(batch: Any) -> Any:
 
 
 def open_parquet(file: io.RawIOBase) -> Any:
-    """The ``pyarrow.parquet.ParquetFile`` of ``file``.
+    """Return the ``pyarrow.parquet.ParquetFile`` of ``file``.
 
     Raises:
         pyarrow.ArrowInvalid, OSError: the file is not Parquet, or its footer is encrypted.

@@ -1,4 +1,4 @@
-"""Checks of a row's fields, which return the problem, and normalisation of equivalent forms."""
+"""Checks of a row's fields, and normalisation of equivalent forms. A check returns the problem."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "
 
 
 def as_messages(value: Any, name: str, most: int) -> Any:
-    """Messages in the form of chat templates: a list of mappings with ``role`` and ``content``.
+    """Return messages in the form of chat templates: a list of mappings with ``role`` and ``content``.
 
-    A JSON text, as tables often contain, is parsed. ShareGPT's ``from`` and ``value`` are renamed. Null members are
-    left out, as a table has every member in every row. A value that is no list is returned unchanged.
+    Parses a JSON text, as tables often contain. Renames ShareGPT's ``from`` and ``value``. Leaves out null members,
+    because a table has every member in every row. Returns a value that is not a list unchanged.
 
     Args:
         most: ``input.max_row_bytes``, the limit of a JSON text.
@@ -51,10 +51,10 @@ def _without_null(value: Any) -> Any:
 
 
 def as_tools(value: Any, name: str, most: int) -> list[Any] | None:
-    """Tools as a list of mappings, also from a JSON text of at most ``most`` bytes; None for an empty list.
+    """Return tools as a list of mappings, also from a JSON text of at most ``most`` bytes. None for an empty list.
 
     Raises:
-        InputError: it is neither, a value has no JSON form, or is nested too deeply; a JSON text is too large.
+        InputError: ``value`` is neither, a member has no JSON form or is nested too deeply, or the text is too large.
     """
     found = _parsed(value, name, most) if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
@@ -75,10 +75,10 @@ def _parsed(text: str, name: str, most: int) -> Any:
 
 
 def mask_of(value: Any, name: str) -> list[int]:
-    """A loss mask as zeros and ones.
+    """Return a loss mask as zeros and ones.
 
     Raises:
-        InputError: it is no list of 0 and 1 (or false and true), or has no 1.
+        InputError: ``value`` is not a list of 0 and 1 (or false and true), or is empty.
     """
     if not isinstance(value, list) or not value:
         raise InputError(f"{name}: expected a list of 0 and 1, got {kind_of(value)}")
@@ -89,12 +89,12 @@ def mask_of(value: Any, name: str) -> list[int]:
 
 
 def json_metadata(values: dict[str, Any]) -> dict[str, Any]:
-    """Columns as JSON values: see ``metadata_value``.
+    """Return columns as JSON values: see ``metadata_value``.
 
     Raises:
-        InputError: a value has no such form, is nested too deeply, or all are too large.
+        InputError: a value has no such form or is nested too deeply, or all values together are too large.
     """
-    # Every value takes a byte: the count stops a value that is far too large before it is encoded.
+    # Every value takes at least a byte. So the limit of their number stops a far too large column before it is encoded.
     found = {name: metadata_value(value, name, MAX_METADATA_BYTES) for name, value in values.items()}
     size = len(json.dumps(found))
     if size > MAX_METADATA_BYTES:
@@ -117,7 +117,7 @@ def _messages_problem(value: Any) -> str | None:
         return f"expected a list of messages, got {kind_of(value)}"
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"expected objects with a role, got {kind_of(message)} without it as message {i}"
+            return f"expected message {i} to be an object with a role, got {kind_of(message)} without it"
         content = message.get("content")
         if content is not None and not isinstance(content, (str, list)):
             return f"expected the content of message {i} to be a string or a list, got {kind_of(content)}"

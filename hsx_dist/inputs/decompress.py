@@ -1,8 +1,8 @@
-"""Reading compressed files to their true end, in memory that does not depend on what they hold.
+"""Reads compressed files to their true end, in memory that does not depend on their contents.
 
-A few KiB can expand to GiB, so every call has a limit for what comes out. zstandard's own stream reader stops silently
-after the first frame and at a truncated one, which would lose rows; Python's ``LZMAFile`` allocates any dictionary that
-a file claims.
+A few KiB can expand to GiB, so every call limits the decompressed bytes. zstandard's own stream reader stops silently
+after the first frame and at a truncated frame, which would lose rows. Python's ``LZMAFile`` allocates any dictionary
+that a file claims.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ else:
 
 #: Bytes of a compressed file that are read at once.
 _READ = 1 << 17
-#: What a decompressor may allocate: a file's window or dictionary. ``xz -9`` needs 65 MiB, ``zstd --long`` 128 MiB.
+#: Limit of a file's window or dictionary in memory. ``xz -9`` needs 65 MiB, ``zstd --long`` 128 MiB.
 MAX_DICTIONARY_BYTES = 128 << 20
 _WINDOW_LOG = 27
 
-#: What the decompressors raise for a damaged file.
+#: Errors of the decompressors for a damaged file.
 BROKEN: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, zstd.ZstdError)
 
 
 _Decompressor = zstd.ZstdDecompressor | lzma.LZMADecompressor | bz2.BZ2Decompressor
-#: Files of lines may expand by so much beyond so many bytes. More is repetition that costs the driver time.
+#: Decompressed bytes that are accepted for each stored byte, and for any file. A file that has more consists of
+#: repetition, which costs the driver time.
 MAX_EXPANSION, FREE_BYTES = 1000, 1 << 30
-#: The same for lines and rows: short ones cost the driver an entry each, as long ones do.
+#: Lines and rows that are accepted for each stored byte, and for any file. Even a short one costs the driver an entry.
 MOST_ROWS, FREE_ROWS = 16, 1 << 20
 
 
@@ -44,7 +45,7 @@ def xz_decompressor() -> _Decompressor:
     return lzma.LZMADecompressor(memlimit=MAX_DICTIONARY_BYTES)
 
 
-#: Ending of a name → what decompresses such a file. fsspec does ``.gz``, whose memory and expansion are bounded.
+#: Ending of a name → decompressor. fsspec decompresses ``.gz``, whose memory and expansion are bounded.
 DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {
     ".zst": zstd_decompressor,
     ".zstd": zstd_decompressor,
@@ -55,8 +56,8 @@ DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {
 
 
 class DecompressedFile(io.RawIOBase):
-    """The decompressed bytes of ``source``: all of its frames. EOFError when it ends within one, and errors as
-    ``BROKEN``."""
+    """The decompressed bytes of all frames of ``source``. Raises errors of ``BROKEN``, and EOFError if the file ends
+    within a frame."""
 
     def __init__(self, source: IO[bytes], make: Callable[[], _Decompressor]) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class DecompressedFile(io.RawIOBase):
                 self._frame = self._make()
             try:
                 found = self._frame.decompress(data, len(target))
-            except OSError as e:  # bz2's word for a damaged file
+            except OSError as e:  # bz2 raises it for a damaged file
                 raise EOFError(str(e)) from e
             if self._frame.eof:
                 self._rest = self._frame.unused_data

@@ -1,4 +1,4 @@
-"""From a row to the token ids that the model gets, by the model's own tokenizer, and to their loss mask."""
+"""Encodes rows as the token ids that the model gets, by the model's own tokenizer, with their loss mask."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from hsx_dist.errors import ConfigError, InputError
 from hsx_dist.inputs.loss_mask import mask_of_spans, spans_of_roles
 from hsx_dist.inputs.rows import Row
 
-#: What deriving one row's loss mask may render: characters, and for each message as many more as it takes time.
+#: Limit of the characters that are rendered to derive one row's loss mask. For the time that a message takes, each
+#: rendered message counts as ``_MESSAGE_COST`` more.
 _MAX_RENDERED = 1 << 30
 _MESSAGE_COST = 256
 
 
 class TooLong(InputError):
-    """A row has more tokens than are taken."""
+    """A row has more tokens than allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A row as the engine gets it. ``loss_mask``: a byte, 0 or 1, for each token; None where the row has none."""
+    """A row as the engine gets it. ``loss_mask``: a byte, 0 or 1, for each token; None if the row has none."""
 
     token_ids: list[int]
     loss_mask: bytes | None = None
@@ -40,7 +41,7 @@ class RowRules:
 
     @classmethod
     def of(cls, config: ExtractConfig) -> RowRules:
-        """Those of a configuration."""
+        """Return the rules of a configuration."""
         roles = config.input.loss_roles
         return cls(
             loss_roles=None if roles is None else tuple(roles),
@@ -52,9 +53,9 @@ class RowRules:
 
 
 def load_tokenizer(model: str, *, revision: str | None = None, engine_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """The transformers tokenizer that vLLM would take for ``model`` with these engine arguments.
+    """Return the transformers tokenizer that vLLM uses for ``model`` with these engine arguments.
 
-    Raises ConfigError when there is none.
+    Raises ConfigError if there is none.
     """
     from transformers import AutoTokenizer  # seconds of import that only a driver needs
 
@@ -72,7 +73,7 @@ def load_tokenizer(model: str, *, revision: str | None = None, engine_kwargs: Ma
             use_fast=engine_kwargs.get("tokenizer_mode") != "slow",
         )
     except Exception as e:
-        # transformers raises OSError, ValueError, KeyError, … for one thing: it is not there or not readable.
+        # For a tokenizer that is missing or unreadable, transformers raises OSError, ValueError, KeyError, …
         why = public_url((str(e).splitlines() or [""])[0])[:200]  # it may name the hub's URL
         raise ConfigError(
             f"model: expected a model with a tokenizer at {source!r}, got {type(e).__name__}: {why}; check the "
@@ -81,7 +82,7 @@ def load_tokenizer(model: str, *, revision: str | None = None, engine_kwargs: Ma
 
 
 class RowEncoder:
-    """Turns rows into token ids, and refuses those that the model cannot take.
+    """Encodes rows as token ids, and refuses rows that the model cannot take.
 
     ``max_tokens`` is the longest prompt that the engine accepts (vLLM: ``max_model_len - 1``); ``vocab_size`` bounds
     the ids of ``token_ids`` rows (default: the tokenizer's size).
@@ -112,11 +113,11 @@ class RowEncoder:
             )
 
     def encode(self, row: Row) -> Encoded:
-        """The row's token ids and loss mask.
+        """Return the row's token ids and loss mask.
 
         Raises:
-            InputError: it has no tokens, or unknown ones. The message has the reason.
-            TooLong: it has more tokens than allowed, and must not be cut.
+            InputError: the row has no tokens, or unknown ones. The message has the reason.
+            TooLong: the row has more tokens than allowed, and must not be cut.
         """
         mask: Sequence[int] | None = None
         if row.token_ids is not None:
@@ -132,7 +133,8 @@ class RowEncoder:
         ids, mask = ids[: self._limit], None if mask is None else mask[: self._limit]
         if mask is not None and not any(mask) and not self.rules.include_output_tokens:
             raise InputError(
-                f"expected a loss mask with a 1 in it, got {len(ids)} zeros; nothing would be learned from this row"
+                f"expected a loss mask with a 1 in it, got {len(ids)} zeros, from which nothing would be learned; "
+                "correct the mask, or remove the row"
             )
         return Encoded(ids, None if mask is None else bytes(mask))
 
@@ -167,16 +169,16 @@ class RowEncoder:
 
     def _text(self, text: str) -> list[int]:
         try:
-            # verbose=False: the tokenizer would warn of each text longer than its own idea of the limit.
+            # verbose=False: else the tokenizer warns of each text above its own limit, which may not be the model's.
             return _ints(self.tokenizer(text, verbose=False)["input_ids"])
         except Exception as e:
-            raise InputError(f"expected text that the tokenizer takes, got {_told(e)}; correct the row") from e
+            raise InputError(f"expected text that the tokenizer accepts, got {_told(e)}; correct the row") from e
 
     def _chat(self, row: Row) -> tuple[list[int], bytes | None]:
         messages = row.messages or []
         options = self._chat_options(row)
         try:
-            # A template is a program of the model's author: anything can be raised.
+            # A template is a program of the model's author, and may raise any error.
             if not self.rules.loss_roles or row.loss_mask is not None:
                 ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
                 return _ints(ids), None
@@ -185,12 +187,12 @@ class RowEncoder:
             raise
         except Exception as e:
             raise InputError(
-                f"expected messages that the model's chat template takes, got {_told(e)}; correct the row, or "
+                f"expected messages that the model's chat template accepts, got {_told(e)}; correct the row, or "
                 "chat_template_kwargs"
             ) from e
 
     def _chat_options(self, row: Row) -> dict[str, Any]:
-        """Arguments for the template. If the answer will be generated, the chat ends with the answer's header."""
+        """Return the template's arguments. If the answer will be generated, the chat ends with the answer's header."""
         options = dict(self.chat_template_kwargs)
         asks = bool(row.messages) and (row.messages or [])[-1].get("role") != "assistant"
         options.setdefault("add_generation_prompt", self.rules.include_output_tokens and asks)
@@ -206,18 +208,18 @@ class RowEncoder:
             changed = {**options, "add_generation_prompt": header, "continue_final_message": False}
             text = str(self.tokenizer.apply_chat_template(some, tokenize=False, **changed))
             left -= len(text) + _MESSAGE_COST * len(some)
-            if left < 0:  # the beginnings of a chat grow with the square of its length
+            if left < 0:  # all prefixes of a chat together grow with the square of its length
                 raise InputError(
-                    f"loss_roles: expected a chat whose beginnings are at most {_MAX_RENDERED >> 20} Mi characters, "
-                    f"got more with {len(messages)} messages. Give the row a loss_mask, or split it"
+                    f"loss_roles: expected a chat whose prefixes have at most {_MAX_RENDERED >> 20} Mi characters in "
+                    f"all, got more with {len(messages)} messages. Give the row a loss_mask, or split it"
                 )
             return text
 
         whole = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        # As apply_chat_template itself does: the template has put the special tokens there.
+        # No special tokens are added, as in apply_chat_template: the template has written them already.
         encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = _ints(encoded["input_ids"])
-        self._check_length(ids)  # before its beginnings are rendered: a long row would take minutes, and be refused
+        self._check_length(ids)  # before prefixes are rendered, which takes minutes for a long row
         spans = spans_of_roles(whole, messages, self.rules.loss_roles or (), render)
         return ids, mask_of_spans(whole, ids, encoded["offset_mapping"], spans, self._special)
 

@@ -1,4 +1,4 @@
-"""Numbered lines of a file, with limits on their length, their number and what they expand to."""
+"""Numbered lines of a file, with limits on their length, their number and their decompressed size."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import IO
 from hsx_dist.errors import FormatError
 from hsx_dist.inputs.decompress import FREE_BYTES, FREE_ROWS, MAX_EXPANSION, MOST_ROWS
 
-#: A line longer than so many times the longest that is taken ends the input; so do more empty lines in a row.
+#: A line longer than ``_SKIPPED`` times the limit ends the input with an error. So do more than ``_MOST_EMPTY`` empty
+#: lines in a row.
 _SKIPPED, _MOST_EMPTY = 64, 100_000
-#: Bytes of a line that are read at once: its length is known at its end.
+#: Bytes that are read at once of a line above the limit.
 _BUFFER = 1 << 20
 
 
 def read_lines(file: IO[bytes], most: int, stored: int | None) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines; ``None`` for a line that is too long. Empty lines at the end of the file are no rows.
+    """Yield numbered lines, and ``None`` for a line that is too long. Empty lines at the end of the file are no rows.
 
-    A line that is far too long, very many empty lines, and more lines and bytes than ``stored`` ones should hold, are
-    errors: compressed, they cost their author nothing.
+    Raises ``FormatError`` for a line that is far too long, for very many empty lines, and for more lines or bytes than
+    ``stored`` bytes should hold. In a compressed file, such lines take almost no space.
     """
     number, empty, made = -1, 0, 0
     most_lines, most_made = inf, inf
@@ -31,7 +32,7 @@ def read_lines(file: IO[bytes], most: int, stored: int | None) -> Iterator[tuple
         if number >= most_lines or made > most_made:
             raise FormatError(
                 f"expected at most {MOST_ROWS} lines and {MAX_EXPANSION} bytes for each stored byte, got more beyond "
-                f"{FREE_ROWS} lines or {FREE_BYTES} bytes. Give the file decompressed"
+                f"{FREE_ROWS} lines or {FREE_BYTES} bytes. Decompress the file"
             )
         if len(line) <= most and not line.strip():
             empty += 1

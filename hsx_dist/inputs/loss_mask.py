@@ -1,9 +1,9 @@
-"""Which tokens of a chat the wanted roles say, found by rendering its beginnings with the model's own template.
+"""Finds the tokens of a chat's messages by role, by rendering prefixes of the chat with the model's own template.
 
-Few chat templates mark the assistant's text, so that transformers' ``return_assistant_tokens_mask`` gives nothing for
-the others. But every template can render the conversation before a message, with the header of the answer, and after
-the message. A beginning may be rendered differently than within the whole (Qwen3 drops the thoughts of earlier turns).
-Then the message ends where the whole stops to agree with the end of that beginning.
+Few chat templates mark the assistant's text, so transformers' ``return_assistant_tokens_mask`` gives nothing for the
+others. But every template can render the chat up to a message, with the header of the answer, and the chat including
+the message. A prefix may be rendered differently alone than within the whole chat (Qwen3 drops the thoughts of earlier
+turns). Then the message ends where the whole chat no longer matches the end of that prefix.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 
 from hsx_dist.errors import InputError
 
-#: (messages, with the header of an answer behind them) → text
+#: (messages, whether the header of an answer follows them) → text
 Render = Callable[[list[dict[str, Any]], bool], str]
 
 
 def spans_of_roles(
     whole: str, messages: list[dict[str, Any]], roles: Sequence[str], render: Render
 ) -> list[tuple[int, int]]:
-    """Characters ``[start, stop)`` of ``whole`` that each message of ``roles`` takes, in their order.
+    """Return the characters ``[start, stop)`` of ``whole`` of each message with one of ``roles``, in order.
 
-    An assistant's begins after the header that the template would give the model to answer; another role's with its
-    own header.
+    An assistant's message begins after the header with which the template asks the model to answer, unless it is the
+    chat's first message. Another role's message begins with its header.
 
     Raises:
-        InputError: the template renders a beginning in a way that cannot be found in the whole.
+        InputError: the template renders a prefix in a way that cannot be found in the whole chat.
     """
     found = []
     for i, message in enumerate(messages):
@@ -52,14 +52,14 @@ def spans_of_roles(
 
 
 def _common(a: str, b: str) -> int:
-    """Length of the beginning that both have."""
-    if a.startswith(b):  # nearly always, and in C
+    """Return the length of the common prefix."""
+    if a.startswith(b):  # nearly always true, and faster
         return len(b)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _agreement(through: str, whole: str, start: int) -> int:
-    """How many characters of ``whole`` from ``start`` on the text ``through`` ends with, at most."""
+    """Return the length of the longest prefix of ``whole[start:]`` with which ``through`` ends."""
     if whole.startswith(through):
         return len(through) - start
     # Knuth, Morris and Pratt: linear in the text's length. A row may be megabytes of one letter.
@@ -86,12 +86,12 @@ def mask_of_spans(
     spans: Sequence[tuple[int, int]],
     special: frozenset[int],
 ) -> bytes:
-    """A byte, 0 or 1, for each token: 1 where it begins within a span.
+    """Return a byte, 0 or 1, for each token: 1 if the token begins within a span.
 
     Args:
-        offsets: of each token, its characters ``[start, stop)`` in ``whole``.
-        special: ids of special tokens. Blanks that follow one at a span's end are left out: the template puts them
-            there, and no model is asked for them.
+        offsets: characters ``[start, stop)`` of each token in ``whole``.
+        special: ids of special tokens. Blanks after a special token at a span's end are left out: the template adds
+            them, and no model generates them.
     """
     mask = bytearray(len(ids))
     for start, stop in spans:

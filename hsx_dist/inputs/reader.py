@@ -1,6 +1,6 @@
-"""Read an input in a child process: a file that crashes a library or expands to any size ends the child, not the job.
+"""Reads an input in a child process: a file that crashes a library or expands to any size ends the child, not the job.
 
-``reader_child`` runs there. It sends a batch when the last one was taken, so one batch is in flight.
+The child runs ``reader_child``. It sends a batch after the last one was taken, so one batch is in flight.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from hsx_dist.text import printable
 
 #: Each thread's stack counts as memory, and Arrow's other pools and threads reserve more than they use.
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}
-#: How long a child whose connection is closed may take to end.
+#: Seconds that a child may take to end after its connection closed.
 _END_S = 5.0
-#: Characters of what a child that died wrote to its standard error.
+#: Limit of the shown characters of a dead child's last line on standard error.
 _LONGEST_LINE = 200
 
 
 def read_in_child(
     config: InputConfig, sources: tuple[InputSource, ...] | None, columns: Sequence[str], needed: Sequence[str]
 ) -> Iterator[RecordBatch]:
-    """What ``read_batches`` yields. The child ends with the iterator, or with this process.
+    """Yield the batches of ``read_batches``, from a child process.
+
+    The child ends with the iterator, or with this process.
 
     Args:
-        sources: what ``find_input`` found; None: the child finds them.
+        sources: the sources that ``find_input`` found; None: the child finds them.
 
     Raises:
         FormatError, Unavailable, ConfigError: as ``find_input`` and ``read_batches``; FormatError also if the child
@@ -79,8 +81,8 @@ def _pickled(config: InputConfig, request: Any) -> bytes:
             pickle.dumps(value)
         except Exception:  # noqa: BLE001 (each type has its own; its text may hold the value)
             raise ConfigError(
-                f"input.storage_options.{name}: expected a value that another process can be given, got "
-                f"{type(value).__name__}. Give plain values"
+                f"input.storage_options.{name}: expected a value that can be pickled for another process, got "
+                f"{type(value).__name__}. Use texts, numbers, lists and mappings"
             ) from None
     return pickle.dumps(request)
 
@@ -114,6 +116,6 @@ def _died(
     said = f" ({printable(lines[-1], _LONGEST_LINE)})" if lines and "://" not in lines[-1] else ""
     limit = f"{memory_limit(config) / 2**30:.1f} GiB"
     return FormatError(
-        f"{shown}, after row {last}: expected a file that can be read within {limit}, its reader ended by "
-        f"{ended}{said}. Check the file"
+        f"{shown}, after row {last}: expected to read it within {limit} of memory, got a reader process that ended by "
+        f"{ended}{said}. If its memory ran out, raise input.max_row_bytes. Otherwise write the file again"
     )

@@ -1,4 +1,4 @@
-"""The process that reads an input for ``reader``: it has little memory, no registered types and nothing to lose."""
+"""The process that reads an input for ``reader``. It has limited memory and no registered Arrow types."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from hsx_dist.inputs.tables import Unreadable
 
 #: Memory of the process: an Arrow record batch as it is stored and as it is decoded, of 2 GiB each.
 READER_BYTES = 4 << 30
-#: Seconds between two looks at whether the parent lives.
+#: Seconds between two checks whether the parent is alive.
 _LOOK_S = 1.0
-#: The largest row is held as a decoded table, as Python objects (12 times its bytes) and as a message.
+#: The largest row is in memory as a decoded table, as Python objects (12 times its bytes) and as a message.
 _ROW_FACTOR = 32
 
 
 def memory_limit(config: InputConfig) -> int:
-    """Bytes that the process may allocate."""
+    """Return the number of bytes that the process may allocate."""
     return READER_BYTES + _ROW_FACTOR * int(config.max_row_bytes)
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C means the parent, which may still read on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which may continue to read
     connection = Connection(int(sys.argv[1]))
     config, sources, columns, needed = pickle.loads(connection.recv_bytes())  # noqa: S301 (the parent's)
     threading.Thread(target=_end_with_parent, args=(connection, int(sys.argv[2])), daemon=True).start()
@@ -50,7 +50,7 @@ def main() -> None:
         answer = e
     except MemoryError:
         sys.exit("MemoryError")
-    except Exception as e:  # noqa: BLE001 (what a broken file made a library raise; its text may hold a signed URL)
+    except Exception as e:  # noqa: BLE001 (a library's error for a broken file; its text may hold a signed URL)
         answer = FormatError(f"expected an input that can be read, got {type(e).__name__}. Check the file")
     connection.send_bytes(pickle.dumps(answer))
 
@@ -73,7 +73,8 @@ def _sendable(item: object) -> object:
 def _end_with_parent(connection: Connection, parent: int) -> None:
     """End this process when the parent closes the connection or dies, also while a store does not answer.
 
-    A process that the parent forked holds the connection open after the parent's death, hence its id is looked at.
+    Checks the parent's process id too, because a process that the parent forked keeps the connection open after the
+    parent's death.
     """
     with suppress(EOFError, OSError):
         while os.getppid() == parent and not connection.poll(_LOOK_S):
@@ -87,7 +88,7 @@ def _limit_memory(more: int) -> None:
         return
     import resource
 
-    with suppress(OSError):  # the first that is ended if the machine's memory is used up
+    with suppress(OSError):  # the kernel then kills this process first if the machine runs out of memory
         Path("/proc/self/oom_score_adj").write_text("1000")
     used = re.search(r"^VmData:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)

@@ -1,4 +1,4 @@
-"""What an input holds, as batches of numbered records: lines, or the columns that are asked for.
+"""Reads an input as batches of numbered records: lines, or the requested columns.
 
 Memory in use: for lines, a batch and a read buffer. For Parquet, a batch of rows, and the pages and dictionaries of the
 row group's requested columns. For Arrow, one record batch as it was written (in a saved data set usually a thousand
@@ -32,20 +32,20 @@ class RecordBatch(NamedTuple):
     """Consecutive records of a source: (number from 0, line as bytes or a mapping of columns). None for a line or row
     that is longer than ``input.max_row_bytes``, ``Unreadable`` for a row of a table that has no Python values.
 
-    ``label`` and ``format`` are the source's; ``shown`` is the file, for messages. A batch without records begins each
-    file, when it is open.
+    ``label`` and ``format`` are the source's; ``shown`` is the file, for messages. Each file begins with a batch
+    without records, when the file is open.
     """
 
     label: str
     format: str
     shown: str
     records: list[tuple[int, Any]]
-    #: Of all sources, in the batch that begins the first file.
+    #: Labels of all sources, only in the first batch of the first file.
     labels: tuple[str, ...] = ()
 
 
 def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) -> Iterator[RecordBatch]:
-    """Everything in the input's sources, in their order.
+    """Yield all records of the input's sources, in order.
 
     Args:
         columns: the columns to read from a columnar file, if it has them.
@@ -89,7 +89,7 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
 
 
 def _read_error(error: Exception, shown: str, number: int) -> HsxError:
-    """What a file system or a decompressor raised, as an error without its text."""
+    """Convert an error of a file system or a decompressor to an error without its text."""
     kind = type(error).__name__
     if isinstance(error, _BROKEN):
         return FormatError(
@@ -103,7 +103,7 @@ def _read_error(error: Exception, shown: str, number: int) -> HsxError:
 
 
 def _grouped(items: Iterable[tuple[int, bytes | None]]) -> Iterator[list[tuple[int, Any]]]:
-    """Batches of lines. Those before an error are yielded before it is raised."""
+    """Yield batches of lines. Lines before an error are yielded before the error is raised."""
     batch: list[tuple[int, Any]] = []
     size = 0
     try:

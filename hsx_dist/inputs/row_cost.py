@@ -1,4 +1,4 @@
-"""What a row takes as Python objects, before they are made: a few KiB of a file can mean many GiB of them."""
+"""Estimates a row's size as Python objects, before they are created: a few KiB of a file can become many GiB."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from hsx_dist.errors import FormatError
 
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
-#: A row may take so many times ``input.max_row_bytes`` as objects: token ids take 5 times, text 8 times at most.
+#: A row may take ``_COST_FACTOR * input.max_row_bytes`` as objects. Token ids take 5 times their bytes, text at most 8
+#: times.
 _COST_FACTOR = 12
-#: So much is always taken.
+#: Bytes that every row may take in addition.
 _FREE_BYTES = 1 << 20
-#: A byte of text in a table. With it, a row whose texts take ``input.max_row_bytes`` is the largest that is taken.
+#: Cost of a byte of text in a table. With this cost, the largest accepted row has ``input.max_row_bytes`` of text.
 _TEXT_BYTE = _COST_FACTOR
-#: The least that a value of a table takes.
+#: Least cost of a value of a table.
 _VALUE = 64
 
 
 def most_cost(max_row_bytes: int) -> int:
-    """What a row may take as objects."""
+    """Return the limit of a row's bytes as objects."""
     return _FREE_BYTES + _COST_FACTOR * max_row_bytes
 
 
 def cost_of_json(line: bytes | str) -> int:
-    """Bytes that the objects of a JSON text take, about: its strings, and each item, list and object."""
+    """Return about how many bytes a JSON text takes as objects: its strings, and each item, list and object."""
     if isinstance(line, str):
         items, lists, objects = line.count(","), line.count("["), line.count("{")
     else:
@@ -35,7 +36,7 @@ def cost_of_json(line: bytes | str) -> int:
 
 
 def cost_of_columns(batch: Any, most: int) -> int:
-    """Bytes that ``batch.to_pylist()`` takes, about, from lengths and offsets alone. ``batch``: a RecordBatch.
+    """Return about how many bytes ``batch.to_pylist()`` takes, from lengths and offsets alone.
 
     The work is limited by ``most``, not by what the batch refers to: a dictionary of a few KiB in the file may have a
     billion values. If the bytes exceed ``most``, returns some number above ``most``.
@@ -51,7 +52,7 @@ def cost_of_columns(batch: Any, most: int) -> int:
 
 
 def _cost(values: Any, starts: _Numbers, sizes: _Numbers, most: int) -> int:
-    """What ``values[start : start + size]`` of all ranges takes. The ranges may overlap."""
+    """Return the cost of ``values[start : start + size]`` of all ranges. The ranges may overlap."""
     import pyarrow as pa
 
     n = int(sizes.sum())
@@ -81,7 +82,7 @@ def _cost(values: Any, starts: _Numbers, sizes: _Numbers, most: int) -> int:
 
 
 def _cost_of_references(values: Any, at: _Numbers, most: int) -> int:
-    """What the elements ``at``, none of which is null, take elsewhere."""
+    """Return the cost of the values to which the elements ``at`` refer. No element is null."""
     import pyarrow as pa
 
     kind, types = values.type, pa.types
@@ -116,12 +117,12 @@ def _is_fixed(kind: Any) -> bool:
 
 
 def _buffer(values: Any, i: int, kind: Any, more: int = 0) -> Any:
-    """Buffer ``i`` of an Arrow array as numbers, one for each element and ``more``. ``ValueError`` if it is shorter."""
+    """Return buffer ``i`` of an Arrow array: a number per element, and ``more``. ``ValueError`` if it is shorter."""
     return np.frombuffer(values.buffers()[i], kind, values.offset + len(values) + more)[values.offset :]
 
 
 def _are_valid(values: Any, at: _Numbers) -> Any:
-    """bool: which elements are not null. What the others refer to has no meaning."""
+    """Return, as bool, which elements are not null. References of null elements have no meaning."""
     bits = values.buffers()[0]
     if bits is None:
         return np.ones(len(at), bool)

@@ -22,8 +22,8 @@ _LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
 
 
 def chat_value(value: Any, name: str) -> Any:
-    """Messages or tools as lists, objects and scalars. Dates, times and decimals become their ``str``, which is what
-    a template prints of them.
+    """Return messages or tools as lists, objects and scalars. Dates, times and decimals become their ``str``, as a
+    template would print them.
 
     Raises:
         InputError: a value has no JSON form, or the field is nested too deeply or has too many values.
@@ -32,8 +32,10 @@ def chat_value(value: Any, name: str) -> Any:
 
 
 def metadata_value(value: Any, name: str, most: int) -> Any:
-    """A metadata column as JSON values. Dates and times are in ISO 8601, durations in seconds. Decimals, and integers
-    of more than 64 bits, are text. Numbers that are not finite are null. ``most``: limit of the number of values.
+    """Return a metadata column as JSON values.
+
+    Dates and times are in ISO 8601, durations in seconds. Decimals, and integers of more than 64 bits, are text.
+    Numbers that are not finite are null. ``most``: limit of the number of values.
 
     Raises:
         InputError: as ``chat_value``.
@@ -57,7 +59,7 @@ def _metadata_scalar(value: Any) -> Any:
 
 
 def _plain(value: Any, name: str, scalar: Callable[[Any], Any], most: int) -> Any:
-    """A copy of ``value`` that holds lists, objects and what ``scalar`` makes of the rest. A loop, not a recursion."""
+    """Return a copy of ``value`` with lists, objects, and ``scalar`` of each other value. Does not recurse."""
     root = [value]
     todo: list[tuple[list[Any] | dict[str, Any], int]] = [(root, 0)]
     count = 0
@@ -99,20 +101,22 @@ _EXACT = (str, int, float, bool, type(None))
 def _checked(value: Any, name: str) -> Any:
     if isinstance(value, str):
         if not is_unicode(value):
-            raise InputError(f"{name}: expected valid Unicode, got half of a surrogate pair")
+            raise InputError(f"{name}: expected valid Unicode, got half of a surrogate pair; correct the text")
     elif isinstance(value, int):
         if value.bit_length() > _MAX_INT_BITS:
-            raise InputError(f"{name}: expected integers of at most {_MAX_INT_BITS} bits, got {shown(value)}")
+            raise InputError(
+                f"{name}: expected integers of at most {_MAX_INT_BITS} bits, got {shown(value)}; store it as text"
+            )
     elif value is not None and not isinstance(value, float):
-        raise InputError(f"{name}: expected what JSON can hold, got {kind_of(value)}; leave it out of the row")
+        raise InputError(f"{name}: expected a value that JSON can hold, got {kind_of(value)}; leave it out of the row")
     if type(value) in _EXACT:
         return value
-    # A subclass, such as NumPy's: what carries the row to an engine in another process knows only Python's own.
+    # A subclass, such as NumPy's. The transport to an engine in another process supports only Python's own types.
     return str.__str__(value) if isinstance(value, str) else int(value) if isinstance(value, int) else float(value)
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can hold it."""
+    """Whether UTF-8 can encode ``text``."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -121,7 +125,7 @@ def is_unicode(text: str) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in JSON's words."""
+    """Return the kind of a value, in JSON's words."""
     names = {dict: "an object", str: "a string", bool: "a boolean", int: "an integer", float: "a number"}
     if value is None:
         return "null"
@@ -131,7 +135,7 @@ def kind_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A number or short text in quotation marks; the kind of anything else, which may be too large or deep to print."""
+    """Return a number or short text in quotation marks, or the kind of any other value, which may be very large."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     return repr(str(value)[:40]) if isinstance(value, (int, float, str)) else kind_of(value)

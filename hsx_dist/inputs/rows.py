@@ -1,4 +1,4 @@
-"""Input rows: streamed and checked; a bad one becomes a refusal with its reason, and the rest goes on."""
+"""Streams and checks input rows. A bad row becomes a refusal with its reason, and the other rows are used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hsx_dist.inputs.tables import Unreadable
 
 #: A key is in every receipt, header and log line of its sample.
 _MAX_KEY = 1024
-#: Each refused row costs the driver about 500 bytes. An input may have so many, and so many more for each usable row.
+#: Refused rows that an input may have, and how many more for each usable row. Each takes about 500 bytes of the driver.
 _FREE_REFUSED, _REFUSED_A_ROW = 1_000_000, 10
 
 
@@ -38,7 +38,7 @@ class Row:
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     token_ids: list[int] | None = None
-    #: Under which key this row would have been refused, had its own not been usable.
+    #: Key of the refusal if this row's own key were not usable.
     number_key: str = field(default="", compare=False)
     metadata: dict[str, Any] = field(default_factory=dict)
     tools: list[Any] | None = None
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def content(self) -> str:
-        """Hash of what its sample is made of: 16 hex digits."""
+        """Hash of the fields that determine the sample: 16 hex digits."""
         parts: list[Any] = [self.text, self.messages, self.token_ids]
         if self.tools is not None or self.loss_mask is not None:
             parts += [self.tools, self.loss_mask]
@@ -55,7 +55,7 @@ class Row:
 
 
 def read_rows(config: InputConfig) -> Iterator[Row | RowFate]:
-    """The rows of ``config.path`` in their order; the first file is opened before this returns.
+    """Return an iterator over the rows of ``config.path``, in order. Opens the first file before it returns.
 
     Raises ``ConfigError`` if there is no such file or bucket, or no access. While iterating, raises ``Unavailable`` if
     the store fails, and ``FormatError`` if a file is broken; both name the number of the first row that was not read.
@@ -73,9 +73,9 @@ def read_rows(config: InputConfig) -> Iterator[Row | RowFate]:
 
 
 def rows_from(prompts: Iterable[Any], config: InputConfig) -> Iterator[Row | RowFate]:
-    """Rows handed over in Python: each a text, token ids, chat messages, or a mapping like a JSONL row.
+    """Yield rows from Python values: each is a text, token ids, chat messages, or a mapping like a JSONL row.
 
-    One without an id has its number as its key: ``"0"``, ``"1"``, …
+    The key of a row without an id is its number: ``"0"``, ``"1"``, …
     """
     check = _RowCheck(config, [""])
     choice = _Choice(config)
@@ -122,7 +122,7 @@ def _rows(batches: Iterator[RecordBatch], config: InputConfig, opened: RecordBat
                 refused += 1
                 if refused > _FREE_REFUSED + _REFUSED_A_ROW * usable:
                     raise FormatError(
-                        f"expected rows that can be used, got {refused} refused and {usable} usable ones up to row "
+                        f"expected rows that can be used, got {refused} refused and {usable} usable rows up to row "
                         f"{number} of {source.label or 'the input'}. The last: {judged.reason}. Correct the input, or "
                         "input.format and the names of its columns"
                     )
@@ -132,7 +132,7 @@ def _rows(batches: Iterator[RecordBatch], config: InputConfig, opened: RecordBat
 
 
 class _Choice:
-    """Which rows are taken: a share by a hash of their place, of these a shard, of these the first ``limit``."""
+    """Selects rows: a share by a hash of their position, then a shard of these, then the first ``limit`` of these."""
 
     def __init__(self, config: InputConfig) -> None:
         self._config = config
@@ -140,7 +140,7 @@ class _Choice:
         self._seen = -1
 
     def ended(self) -> bool:
-        """No further row is taken."""
+        """Whether no further row is taken."""
         return self._left == 0
 
     def takes(self, label: str, number: int) -> bool:
@@ -160,8 +160,8 @@ class _Choice:
 
 
 class _RowCheck:
-    """Checks rows one after another. It keeps a hash of each key to find duplicates: about 100 bytes a row, and none if
-    ``id`` is null, as the keys are then row numbers."""
+    """Checks rows one after another. Keeps a hash of each key to find duplicates: about 100 bytes per row. Keeps none
+    if ``id`` is null, because the keys are then row numbers."""
 
     def __init__(self, config: InputConfig, stems: Sequence[str]) -> None:
         """``stems``: the labels of all sources of the input."""
@@ -204,8 +204,8 @@ class _RowCheck:
         try:
             key = self._key(number, record)
             if not self._first(key):
-                # Under its own number: the key belongs to the row that came first, even to a refused one.
-                reason = f"duplicate id {key[:80]!r}: an earlier row has it; give each row its own"
+                # Refused under the row's number: the key belongs to the first row that has it, also to a refused one.
+                reason = f"duplicate id {key[:80]!r}: an earlier row has it; give each row a different id"
                 return self._refused(row, number, reason)
             fields = self._content(record)
         except InputError as e:
@@ -224,7 +224,7 @@ class _RowCheck:
         return f"{self.stem}:{number:08d}" if self.stem else str(number)
 
     def _number_key(self, number: int) -> str:
-        # Not the default key: that one, or an id that looks like it, may belong to a row that is fine.
+        # Not the default key: a usable row may have that key, or an id that looks like it.
         return f"{_place_stem(self.stem)}#{number:08d}"
 
     def _refused(self, row: int, number: int, reason: str, key: str | None = None) -> RowFate:
@@ -243,15 +243,15 @@ class _RowCheck:
         if not key or len(key) > _MAX_KEY:
             raise InputError(f"{name}: expected 1 to {_MAX_KEY} characters, got {len(key)}")
         if not is_unicode(key):
-            raise InputError(f"{name}: expected valid Unicode, got half of a surrogate pair")
+            raise InputError(f"{name}: expected valid Unicode, got half of a surrogate pair. Use another id")
         stem, _, digits = key.rpartition("#")
         if "#" in key and stem in self._places and len(digits) >= 8 and digits.isascii() and digits.isdecimal():
-            # A refused row without an id has such a key. A sample with it would hide that row's refusal.
-            raise InputError(f"{name}: expected a key that names no row of the input, got {key!r}. Use another id")
+            # A refused row without an id has such a key. A sample with this key would hide that row's refusal.
+            raise InputError(f"{name}: expected a key that no refused row can have, got {key!r}. Use another id")
         return key
 
     def _content(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The row's fields: its text, messages (and tools) or token ids; loss mask and metadata."""
+        """Return the row's fields: its text, messages (and tools) or token ids; loss mask and metadata."""
         c = self.config
         names = {"text": c.text, "messages": c.messages, "token_ids": c.token_ids}
         given = {kind: name for kind, name in names.items() if record.get(name) is not None}
@@ -278,5 +278,5 @@ class _RowCheck:
 
 
 def _place_stem(label: str) -> str:
-    """A source's label in the keys of refused rows. A file's name may be no Unicode."""
+    """Return a source's label for the keys of refused rows. A file's name may be invalid Unicode."""
     return label.encode("utf-8", "backslashreplace").decode()

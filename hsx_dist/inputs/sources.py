@@ -1,4 +1,4 @@
-"""Which files the input is: one, a folder's, a glob's, a saved data set's; and how each is opened."""
+"""Finds and opens the input's files: one file, or those of a folder, a glob or a saved data set."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hsx_dist.store.opening import check_endpoints
 
 Format = Literal["jsonl", "text", "parquet", "arrow"]
 _T = TypeVar("_T")
-#: Bytes that a file of lines is read by.
+#: Bytes of a file of lines that are read at once.
 _BUFFER = 1 << 18
-#: A saved data set's list of its files.
+#: Limit in bytes of a saved data set's list of its files.
 _LARGEST_LIST = 4 << 20
 
 _COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$", re.IGNORECASE)
@@ -36,16 +36,16 @@ _FORMATS: dict[str, Format] = {
 }  # fmt: skip
 _LINES = ("jsonl", "text")
 _ARCHIVES = frozenset({".zip", ".tar", ".lz4", ".sz", ".snappy"})
-#: fsspec opens them before a file is asked for: tarfile reads what a header claims, and references name any file.
+#: fsspec cannot open these in bounded memory: tarfile reads as much as a header claims, and references name any file.
 _UNBOUNDED = frozenset({"tar", "libarchive", "reference"})
-#: What Hugging Face's ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` leave in their folders.
+#: Files that Hugging Face's ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` write into their folders.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 @dataclass(frozen=True, slots=True)
 class InputSource:
-    """Files whose rows are numbered as one. ``label`` leads the keys of rows that have no id, and is the source's own;
-    ``files`` are paths of the input's file system."""
+    """Files whose rows are numbered together. ``label`` begins the keys of rows without an id, and is unique. ``files``
+    are paths of the input's file system."""
 
     label: str
     files: tuple[str, ...]
@@ -63,19 +63,19 @@ class Input:
 
     @property
     def is_plain(self) -> bool:
-        """All sources are lines that are not compressed."""
+        """Whether all sources are lines that are not compressed."""
         return all(s.format in _LINES and not any(map(_is_compressed, s.files)) for s in self.sources)
 
     @property
     def max_row_bytes(self) -> int:
-        """The longest line or row that is taken."""
+        """Limit of the bytes of a line or row."""
         return int(self._config.max_row_bytes)
 
     def open(self, path: str, *, compressed: bool) -> IO[bytes]:
-        """A file of a source, for reading; decompressed by its name if ``compressed``.
+        """Open a file of a source for reading, decompressed according to its name if ``compressed``.
 
         Raises:
-            ConfigError: it cannot be opened; the message has no text of the back end's, which may hold credentials.
+            ConfigError: it cannot be opened. The message has no text of the back end, which may hold credentials.
         """
 
         def opened() -> IO[bytes]:
@@ -85,15 +85,15 @@ class Input:
             file: Any = self._fs.open(path, "rb", compression="gzip" if compressed and ending == ".gz" else None)
             if own is not None:
                 return io.BufferedReader(DecompressedFile(file, own), _BUFFER)
-            # The readline of fsspec's own files takes no length, and a line may be longer than there is memory for.
-            # Python's own decompressing files have a slow one.
+            # The readline of fsspec's own files takes no length, and a line may be larger than the memory. The readline
+            # of Python's decompressing files is slow.
             lines = compressed and isinstance(file, AbstractBufferedFile | io.BufferedIOBase)
             return io.BufferedReader(file, _BUFFER) if lines else file
 
         return _told(opened, self.shown)
 
     def stored_bytes(self, path: str) -> int | None:
-        """The size of a file of a source as it is stored, compressed; None where the back end does not know it.
+        """Return the stored (compressed) size of a file of a source, or None if the back end does not know it.
 
         Raises:
             ConfigError: as ``open``.
@@ -103,14 +103,14 @@ class Input:
             members = _zip_file(self._fs)
             if members is None:
                 return self._fs.info(path).get("size")  # type: ignore[no-any-return]
-            # A member's size is a claim. All members are stored before the directory.
+            # A member's recorded size may be false. All members are stored before the directory.
             return min(members.getinfo(path.lstrip("/")).compress_size, members.start_dir)
 
         return _told(size, self.shown)
 
 
 def find_input(config: InputConfig) -> Input:
-    """The files of ``config.path``, in the order of their names. Reads names, and a saved data set's list of files.
+    """Return the files of ``config.path``, ordered by name. Reads only names, and a saved data set's list of files.
 
     Raises:
         ConfigError: there are none, or they cannot be reached.
@@ -122,7 +122,7 @@ def find_input(config: InputConfig) -> Input:
 
 
 def found_again(config: InputConfig, sources: tuple[InputSource, ...]) -> Input:
-    """The input whose sources ``find_input`` found in another process.
+    """Return the input whose sources ``find_input`` found in another process.
 
     Raises:
         ConfigError: it cannot be reached.
@@ -134,7 +134,7 @@ def found_again(config: InputConfig, sources: tuple[InputSource, ...]) -> Input:
 def _find(config: InputConfig, shown: str) -> Input:
     fs, path = _file_system(config, shown)
     try:
-        # As it stands first: * and [ may be letters of a name, and ? begins the query of an http URL.
+        # First without globbing: * and [ may be letters of a name, and ? begins the query of an http URL.
         kind = fs.info(path)["type"]
     except FileNotFoundError:
         if not re.search(r"[*?\[]", config.path) or path.startswith(("http://", "https://")):
@@ -166,9 +166,9 @@ def _find(config: InputConfig, shown: str) -> Input:
 
 
 def _file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
-    """The file system of ``config.path``, and the path on it."""
+    """Return the file system of ``config.path``, and the path on it."""
     if is_local(config.path):
-        # Not by url_to_fs, which would take a colon in a local name for a scheme.
+        # Not by url_to_fs, which would read a colon in a local name as the end of a scheme.
         return LocalFileSystem(), str(Path(config.path).expanduser().absolute())
     check_endpoints(config.storage_options)
     _check_chain(config.path, shown)
@@ -180,7 +180,7 @@ def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
         if fs.exists(f"{folder}/{_SPLITS}"):
             splits = _once(_json(fs, f"{folder}/{_SPLITS}")["splits"], folder)
             if config.split is not None and config.split not in splits:
-                raise ConfigError(f"input.split: expected one of {', '.join(splits)}, got {config.split!r}; correct it")
+                raise ConfigError(f"input.split: expected one of {', '.join(splits)}, got {config.split!r}; choose one")
             wanted = splits if config.split is None else [config.split]
             return [_saved(fs, _within(fs, folder, split), split) for split in wanted]
         if fs.exists(f"{folder}/{_STATE}"):
@@ -196,7 +196,7 @@ def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
 def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> list[InputSource]:
     sources = []
     for path, kind in sorted(found.items()):
-        # A page of links may sign them: keys are made of names.
+        # The links of a web page may be signed. Keys are made of names, and must not have a signature.
         name = public_url(path).removeprefix(public_url(base)).strip("/")
         if any(part.startswith((".", "_")) for part in name.split("/")):
             continue  # files that other programs add: _SUCCESS, .crc, .ipynb_checkpoints
@@ -209,13 +209,13 @@ def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> 
 
 
 def _saved(fs: Any, folder: str, label: str) -> InputSource:
-    """A folder of ``Dataset.save_to_disk``: its state names Arrow files in the order of their rows."""
+    """Return the source of a ``Dataset.save_to_disk`` folder, whose state names Arrow files in the order of rows."""
     names = _once([item["filename"] for item in _json(fs, f"{folder}/{_STATE}")["_data_files"]], folder)
     return InputSource(label, tuple(_within(fs, folder, name) for name in names), "arrow")
 
 
 def _once(names: list[Any], folder: str) -> list[Any]:
-    """``names`` of a saved data set. Before anything is read for each: a few bytes may name a split or a file again."""
+    """Return ``names`` of a saved data set if none repeats. Called before files are read: repeating a name is cheap."""
     for name, count in Counter(name for name in names if isinstance(name, str)).items():
         if count > 1:
             raise ConfigError(
@@ -228,7 +228,7 @@ def _once(names: list[Any], folder: str) -> list[Any]:
 def _check_chain(path: str, shown: str) -> None:
     """Raise ConfigError for a chain of URLs that fsspec does not open in bounded time and memory.
 
-    Of a zip file in another one fsspec reads the directory, through a member that may be of any compression.
+    For a zip file in a zip file, fsspec reads the inner file's directory, through a member of any compression.
     """
     schemes = [link.partition("://")[0] for link in path.split("::")]
     if schemes.count("zip") > 1 or not _UNBOUNDED.isdisjoint(schemes):
@@ -257,14 +257,14 @@ def _check_file(fs: Any, path: str, ending: str = "") -> None:
 
 
 def _zip_file(fs: Any) -> Any:
-    """The ``zipfile.ZipFile`` that the file system reads; None for another file system."""
+    """Return the ``zipfile.ZipFile`` that the file system reads, or None for another file system."""
     while (inner := getattr(fs, "fs", None)) is not None and not hasattr(fs, "zip"):
         fs = inner
     return getattr(fs, "zip", None)
 
 
 def _within(fs: Any, folder: str, name: Any) -> str:
-    """The path of ``name``, which a saved data set gives to a file or split directly in ``folder``.
+    """Return the path of ``name``, which a saved data set gives to a file or split directly in ``folder``.
 
     Raises:
         ConfigError: it is no such name, or a link that leads out of the folder.
@@ -301,7 +301,7 @@ def _json(fs: Any, path: str) -> dict[str, Any]:
 
 
 def _format(path: str, asked: str) -> Format | None:
-    """The format of a file. None for a file that is not part of the input."""
+    """Return the format of a file, or None for a file that is not part of the input."""
     known = _FORMATS.get(_suffix(path))
     if asked == "auto":
         return known
@@ -320,14 +320,14 @@ def _suffix(path: str) -> str:
 
 
 def stem(path: str) -> str:
-    """A file's name without folder and known endings: ``train`` for ``a/train.jsonl.zst``."""
+    """Return a file's name without folder and known endings: ``train`` for ``a/train.jsonl.zst``."""
     name = _COMPRESSED.sub("", public_url(path).rstrip("/").rpartition("/")[2])
     root, suffix = posixpath.splitext(name)
     return (root if suffix.lower() in _FORMATS else name) or name
 
 
 def _told(do: Callable[[], _T], shown: str) -> _T:
-    """The result of ``do``. Every error of a back end becomes a ``ConfigError`` without the error's text."""
+    """Return the result of ``do``. Converts every error of a back end to a ``ConfigError`` without the error's text."""
     try:
         return do()
     except (ConfigError, MemoryError):

@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files: the columns that are asked for, as batches of Python values.
+"""Reads rows of Parquet and Arrow files: the requested columns, as batches of Python values.
 
 Arrow does not check sizes, counts and offsets in such a file. A wrong value may end the process, so these files are
 read in a child process (``reader``) with limited memory.
@@ -20,19 +20,19 @@ from hsx_dist.inputs.row_cost import cost_of_columns, most_cost
 BATCH_ROWS = 256
 #: Decoded bytes of a Parquet file's batch, estimated from its row groups' sizes.
 _DECODED_BYTES = 64 << 20
-#: Rows that a batch may have without bytes; beyond, each takes a bit of at least one asked column.
+#: Rows that a batch may have without bytes. Each further row must take at least a bit of one requested column.
 _FREE_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Takes the place of a row that cannot be read; the others of its file can."""
+    """Replaces a row that cannot be read, in a file whose other rows can be read."""
 
     reason: str
 
 
 class StoreFailed(Exception):
-    """``error``: what the file system raised while Arrow read a file."""
+    """The file system raised ``error`` while Arrow read a file."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -40,7 +40,7 @@ class StoreFailed(Exception):
 
 
 class StoreFile(io.RawIOBase):
-    """A file that Arrow reads. What the file system raises is not mistaken for Arrow's own errors."""
+    """A file that Arrow reads. Errors of the file system become ``StoreFailed``, so that they differ from Arrow's."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class StoreFile(io.RawIOBase):
 
 
 def require_pyarrow() -> None:
-    """Raises ConfigError where pyarrow is not installed."""
+    """Raise ConfigError if pyarrow is not installed."""
     try:
         import pyarrow  # noqa: F401
     except ImportError:
@@ -81,7 +81,7 @@ def require_pyarrow() -> None:
 def read_columns(
     file: StoreFile, form: str, columns: Sequence[str], needed: Sequence[str], shown: str, most: int, left: int, at: int
 ) -> Iterator[list[tuple[int, Any]]]:
-    """Batches of the rows, which are numbered from ``at``; ``left``: how many the source may still have."""
+    """Yield batches of the rows, numbered from ``at``. ``left``: how many rows the source may still have."""
     require_pyarrow()
     import pyarrow as pa
 
@@ -92,7 +92,10 @@ def read_columns(
         batches = _parquet(file, columns, needed, shown) if form == "parquet" else _arrow(file, columns, needed, shown)
         for batch in batches:
             if batch.num_rows > _FREE_ROWS + 8 * batch.nbytes:
-                raise FormatError(f"expected bytes for each of {batch.num_rows} rows, got {batch.nbytes} bytes in all")
+                raise FormatError(
+                    f"expected bytes for each of {batch.num_rows} rows, got {batch.nbytes} bytes in all. Write the "
+                    "file again"
+                )
             left -= batch.num_rows
             if left < 0:
                 raise FormatError(
@@ -121,8 +124,10 @@ def read_columns(
 
 
 def _rows(batch: Any, most: int) -> Iterator[tuple[list[Any], int]]:
-    """Rows of Arrow's RecordBatch, as many at once as take ``most`` bytes, and their cost; None for a row that takes
-    more."""
+    """Yield rows of Arrow's RecordBatch, as many at once as take ``most`` bytes, and their cost.
+
+    Yields None for a row that takes more.
+    """
     cost = cost_of_columns(batch, most)
     if cost <= most:
         yield _records(batch), cost
@@ -139,9 +144,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _checked(batch: Any) -> Any:
-    """A record batch whose offsets and lengths are within its buffers: Arrow believes what a file says.
+    """Return a record batch after checking its offsets and lengths, which Arrow does not check when it reads a file.
 
-    Text that is not UTF-8 is left to the row that has it.
+    Accepts text that is not UTF-8: only the row with this text is refused, later.
     """
     import pyarrow as pa
 
@@ -156,7 +161,7 @@ def _checked(batch: Any) -> Any:
 
 
 def _as_bytes(kind: Any) -> Any:
-    """The Arrow type with binary in the place of text."""
+    """Return the Arrow type with binary in the place of text."""
     import pyarrow as pa
 
     types = pa.types
@@ -202,8 +207,8 @@ def _chosen(there: Sequence[str], columns: Sequence[str], needed: Sequence[str],
 
 
 def _records(batch: Any) -> list[Any]:
-    """The rows of a record batch as mappings. ``Unreadable`` for a row without Python values: a date after the year
-    9999, a text that is not UTF-8, nanoseconds, a deeply nested type."""
+    """Return the rows of a record batch as mappings. A row without Python values becomes ``Unreadable``: it has a date
+    after the year 9999, a text that is not UTF-8, nanoseconds, or a deeply nested type."""
     try:
         found: list[Any] = batch.to_pylist()
         return found

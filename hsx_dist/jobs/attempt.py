@@ -1,4 +1,4 @@
-"""A driver's tenure of a run: open or start the run, take its next attempt, complete it."""
+"""A driver's attempt of a run: open or start the run, take its next attempt, complete the run."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ def open_or_start_run(config: ExtractConfig, root: Store, meaning: dict[str, Any
     """Open the run at the output, or start one. Returns the run and its manifest.
 
     Raises:
-        RunMismatch: the run's samples have another meaning, or ``resume`` forbids to start or to continue a run.
+        RunMismatch: the stored run has other settings, or ``resume`` forbids to start or to continue a run.
         RunError: objects of an unfinished removal are left at the output.
     """
     place = find_place(root)
     if place is None:
         if config.resume == "must":
-            raise RunMismatch(f"resume: must, but there is no run at {root.url}; check output, or set resume=allow")
+            raise RunMismatch(
+                f"resume: expected a run at {root.url} for resume=must, got none. Check output, or set resume=allow"
+            )
         created = datetime.now(UTC).isoformat(timespec="seconds")
         about = {"meaning": meaning, "settings": config.public(), "created": created}
         try:
@@ -50,14 +52,15 @@ def open_or_start_run(config: ExtractConfig, root: Store, meaning: dict[str, Any
                 raise
     if config.resume == "never":
         raise RunMismatch(
-            f"resume: never, but there is a run at {root.url}; choose another output, or set resume=allow"
+            f"resume: expected no run at {root.url} for resume=never, got one. Choose another output, or set "
+            "resume=allow"
         )
     differ = differences(place.info.get("meaning", {}), meaning)
     if differ:
-        lines = "; ".join(f"{name}: the run has {had!r}, this is {has!r}" for name, had, has in differ)
+        lines = "; ".join(f"{name}={has!r} (stored: {had!r})" for name, had, has in differ)
         raise RunMismatch(
-            f"the run at {root.url} was made with settings that give its samples another meaning ({lines}). Choose "
-            "another output, or the same settings"
+            f"{root.url}: expected the settings of the stored run, got {lines}. Use the stored settings, or choose "
+            "another output"
         )
     with unless_removed(place):
         return place, load_manifest(place.store)
@@ -107,8 +110,9 @@ def take_over(place: Place, attempt: int, console: Console) -> tuple[RowLedger, 
 
 
 def complete(ledger: RowLedger, attempt: int, manifest: Manifest, rows: int) -> None:
-    """Mark the run as complete. The receipts in ``manifest`` account for all ``rows``. Later receipts of writers that
-    were treated as dead are added.
+    """Mark the run as complete. The receipts in ``manifest`` account for all ``rows``.
+
+    Adds later receipts of writers that were treated as dead.
 
     Raises:
         Fenced: a newer attempt was taken.

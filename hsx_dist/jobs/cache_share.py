@@ -13,8 +13,8 @@ _KINDS = ("layer_types", "layers_block_type", "block_types", "attn_type_list")
 class CacheShare:
     """Bytes of cache that one token takes on one rank.
 
-    ``states``: of captured points (all of the hidden states, but only the rank's own heads of queries). ``kv``: of the
-    rank's keys and values. ``kinds``: the kinds of the model's layers, if it has several."""
+    ``states``: bytes of captured points (whole hidden states, but only this rank's heads of queries). ``kv``: bytes of
+    this rank's keys and values. ``kinds``: the kinds of the model's layers, if it has several."""
 
     states: int
     kv: int
@@ -31,8 +31,8 @@ class CacheShare:
         if len(self.kinds) < 2:
             return None
         return (
-            f"its layers are of several kinds ({', '.join(self.kinds)}): vLLM makes the cache's groups alike, and the "
-            "hidden states' may get a block size of 1 and several times this memory (vllm issue 56774); look at the "
+            f"the model has layers of several kinds ({', '.join(self.kinds)}): vLLM makes its cache groups alike, so "
+            "hidden states may get a block size of 1 and several times this memory (vllm issue 56774); look at the "
             "number of cache blocks in vLLM's log, and check the states with hsx doctor --engine"
         )
 
@@ -52,7 +52,7 @@ def cache_share(text: Any, *, states: int, tensor_parallel: int = 1, itemsize: i
         heads = int(getattr(text, "num_attention_heads", 0) or 1)
         kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
         head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-        # Fewer heads than ranks: each rank holds one, and some of them the same.
+        # With fewer heads than ranks, each rank holds one head, and some ranks hold the same head.
         kv = 2 * layers * max(-(-kv_heads // tensor_parallel), 1) * head_dim * itemsize
     return CacheShare(states, kv, layer_kinds(text))
 

@@ -30,7 +30,7 @@ def captured_rows(config: ExtractConfig, text: Any, dtype: str) -> dict[str, Cap
 
     Args:
         text: the Hugging Face configuration of the decoder.
-        dtype: of the states.
+        dtype: dtype of the states.
 
     Raises:
         ConfigError: an unknown point, layer or preset; layout ``sample`` with other points than hidden states.
@@ -106,7 +106,7 @@ def token_bytes(rows: Mapping[str, CapturedRows]) -> int:
 
 
 def mean_bytes(rows: Mapping[str, CapturedRows], itemsize: int) -> int:
-    """Raw bytes of the mean over a sample's tokens: float32. Ids have no mean. ``itemsize``: of the states."""
+    """Raw bytes of the mean over a sample's tokens, in float32. Ids have no mean. ``itemsize``: of the states."""
     return sum(
         len(r.layers) * (r.row_bytes if POINTS[name].dtype else r.row_bytes * 4 // itemsize)
         for name, r in rows.items()

@@ -56,9 +56,9 @@ class LayerError:
     """Relative errors of one layer of a point over all compared samples.
 
     ``norm``: |ours - theirs| / |theirs| over all rows; ``worst_row``: the largest such ratio of a single row.
-    ``after_norm``: both sides after the model's final norm. Of ``topk_ids`` a row's ratio is the square root of the
-    fraction of the reference's experts that are not stored. ``unknown_routes``: an earlier router decided, and the
-    engine's choice is not known.
+    ``after_norm``: both sides after the model's final norm. For ``topk_ids``, a row's ratio is the square root of the
+    fraction of the reference's experts that are not stored. ``unknown_routes``: an earlier router chose experts, and
+    the engine's choice is not known.
     """
 
     layer_id: int
@@ -69,7 +69,7 @@ class LayerError:
     unknown_routes: bool = False
 
     def limit(self, dtype: str) -> tuple[str, float]:
-        """The figure that is compared, and its limit. ``dtype``: in which the model computed; the point's may differ.
+        """The compared figure and its limit. ``dtype``: dtype of the model's computation; a point's dtype may differ.
 
         In bf16 two correct implementations differ by some percent: the order of sums differs, and the norm's scale is
         large where states are small. In float32 every row must agree. Rounding decides between experts with nearly
@@ -150,7 +150,7 @@ def compare(
 ) -> list[LayerError]:
     """Errors by layer id. transformers computes the same token ids in ``dtype``, one sample at a time.
 
-    Layer N is compared after the final norm, as transformers returns its last hidden state only after it.
+    Layer N is compared after the final norm, because transformers returns its last hidden state only after the norm.
     """
     avoid_broken_amx()
     import torch
@@ -186,7 +186,7 @@ def load_points(sample: Sample) -> StoredPoints:
 def layer_errors(stored: Iterable[StoredPoints], reference: Any, num_layers: int) -> list[LayerError]:
     """Errors by point and layer against ``reference``, a transformers model on the host. Call it in inference mode.
 
-    Where ``topk_ids`` are stored, ``reference`` computes with these experts. Its own choice is compared with them. A
+    If ``topk_ids`` are stored, ``reference`` computes with these experts, and its own choice is compared with them. A
     point is left out if ``reference`` has no module for it.
     """
     norm = final_norm(reference)
@@ -263,8 +263,8 @@ def _difference(point: str, ours: torch.Tensor, theirs: torch.Tensor) -> tuple[t
 
 
 def final_norm(model: Any) -> Any | None:
-    """The norm after a decoder's last layer, by its usual names in transformers. None if it has another name; layer N
-    is not compared then."""
+    """The norm after a decoder's last layer, by its usual names in transformers. None if it has another name: layer N
+    is then not compared."""
     inner = getattr(model, "language_model", model)
     for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
         if (module := getattr(inner, name, None)) is not None:

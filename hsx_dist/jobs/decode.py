@@ -1,6 +1,6 @@
-"""From token ids to text, by a ``tokenizer.json``, which holds data and no code.
+"""Converts token ids to text with a ``tokenizer.json``, which holds data and no code.
 
-A stored run does not choose the tokenizer. Otherwise its author would choose what a reader downloads, opens and runs.
+A stored run does not choose the tokenizer. Otherwise its author could make a reader download, open and run files.
 """
 
 from __future__ import annotations

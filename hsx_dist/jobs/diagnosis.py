@@ -32,7 +32,7 @@ class Diagnosis:
 
 
 def machine_limits(in_flight: int, *, has_gpu: bool) -> Iterator[Diagnosis]:
-    """Checks of the machine on which it is called. ``in_flight``: bytes of one replica's ring."""
+    """Check the limits of this machine. ``in_flight``: bytes of one replica's ring."""
     shm = Path("/dev/shm")  # noqa: S108 (the system's)
     if shm.exists():
         usage = shutil.disk_usage(shm)
@@ -85,7 +85,7 @@ def probe_store(config: ExtractConfig) -> str:
         try:
             store.put(name, [body[:400], body[400:]])
             if store.get(name) != body or bytes(store.get_ranges(name, [(100, 200)])[0]) != body[100:200]:
-                raise StoreError(f"{store.url}: expected the bytes that were written, got others")
+                raise StoreError(f"{store.url}: expected the bytes that were written, got others. Use another store")
             if [info.name for info in store.list(f"{folder}/")] != [name]:
                 raise StoreError(
                     f"{store.url}: expected one object in a new folder's list, got another list; allow listing"

@@ -1,4 +1,4 @@
-"""Whether a run can work here: each check on its own, what it found, and what to do where it fails."""
+"""Checks whether a run can work here. Each check reports its finding, and what to do if it fails."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hsx_dist.jobs import preflight
 from hsx_dist.jobs.cache_share import cache_share
 from hsx_dist.jobs.diagnosis import Diagnosis, machine_limits, probe_store
 
-#: Rows of the input that are looked at.
+#: Number of rows of the input that are checked.
 FIRST_ROWS = 100
 
 
 def examine(config: ExtractConfig | None, *, engine: bool = False) -> Iterator[Diagnosis]:
-    """Checks, each as soon as it is done. Without a configuration: of this machine and its packages alone.
+    """Yield each check as soon as it ends. Without a configuration, checks only this machine and its packages.
 
-    ``engine``: start the engine that is configured, and check its states. It comes last, and only if nothing failed.
+    ``engine``: at the end, if no check failed, start the configured engine, and check its states.
     """
     failed = False
     for check in _all(config):
@@ -31,7 +31,7 @@ def examine(config: ExtractConfig | None, *, engine: bool = False) -> Iterator[D
         yield check
     if engine and config is not None:
         if failed:
-            yield Diagnosis("engine", "warn", "was not started, as a check before it failed; mend that first")
+            yield Diagnosis("engine", "warn", "was not started, because an earlier check failed; correct that first")
             return
         from hsx_dist.jobs.doctor_engine import check_engine
 
@@ -57,7 +57,7 @@ def _all(config: ExtractConfig | None) -> Iterator[Diagnosis]:
 def _told(name: str, do: Callable[[], Sequence[Diagnosis]]) -> Iterator[Diagnosis]:
     try:
         yield from do()
-    except HsxError as e:  # our errors say what to do
+    except HsxError as e:  # its message has the action
         yield Diagnosis(name, "fail", str(e))
 
 
@@ -69,7 +69,7 @@ def _version(package: str) -> str | None:
 
 
 def check_packages(ray: bool) -> Iterator[Diagnosis]:
-    """The versions that are installed, against those that are known to work together."""
+    """Compare the installed versions with those that are known to work together."""
     from packaging.version import Version
 
     for package in ("vllm", "ray") if ray else ("vllm",):
@@ -128,13 +128,13 @@ def check_machine(config: ExtractConfig | None) -> Iterator[Diagnosis]:
 
 
 def check_input(config: ExtractConfig) -> Diagnosis:
-    """The first rows of the input, read and judged.
+    """Read and check the first rows of the input.
 
     Raises:
         ConfigError: it cannot be opened.
     """
     if not config.input.path:
-        return Diagnosis("input", "warn", "input.path is empty: rows can only be handed over in Python")
+        return Diagnosis("input", "warn", "input.path is empty: only Python code can pass rows")
     good, reasons = 0, []
     for i, row in enumerate(read_rows(config.input)):
         if isinstance(row, Row):
@@ -152,7 +152,7 @@ def check_input(config: ExtractConfig) -> Diagnosis:
 
 
 def check_model(config: ExtractConfig) -> list[Diagnosis]:
-    """Layers, and whether vLLM's class of the model gives its hidden states.
+    """Check the layers, and whether vLLM's class of the model supports hidden states.
 
     Raises:
         ConfigError: there is no such model, or a layer id is wrong.
@@ -160,9 +160,9 @@ def check_model(config: ExtractConfig) -> list[Diagnosis]:
     model = preflight.examine_model(config)
     text = preflight.load_text_config(config, model.path)
     layers = preflight.captured_note(model)
-    facts = f"{layers}, hidden size {model.hidden_size}, {model.dtype}, {model.token_bytes:,} bytes a token"
+    facts = f"{layers}, hidden size {model.hidden_size}, {model.dtype}, {model.token_bytes:,} bytes per token"
     found = [Diagnosis("model", "ok", facts)]
-    if config.source == "cache":  # taps look at the loaded model: --engine shows whether they fit
+    if config.source == "cache":  # taps need the loaded model: only --engine can check them
         found.append(check_support(config, model.path))
     share = cache_share(text, states=model.token_bytes, itemsize=model.itemsize)
     if share.warning:
@@ -180,8 +180,7 @@ def check_model(config: ExtractConfig) -> list[Diagnosis]:
 
 
 def check_support(config: ExtractConfig, path: str) -> Diagnosis:
-    """Asks vLLM's registry for the class of the model's architecture, and the class for the interface by which
-    auxiliary hidden states leave it."""
+    """Check that vLLM's class for the model's architecture has the interface for auxiliary hidden states."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from transformers import AutoConfig
     from vllm.model_executor.models import ModelRegistry
@@ -190,7 +189,7 @@ def check_support(config: ExtractConfig, path: str) -> Diagnosis:
 
     trust = bool(config.engine_kwargs.get("trust_remote_code", False))
     hf = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=trust)
-    load_general_plugins()  # models of others register there
+    load_general_plugins()  # plug-ins register models of other packages
     for architecture in getattr(hf, "architectures", None) or []:
         if architecture not in ModelRegistry.models:
             continue
@@ -198,15 +197,15 @@ def check_support(config: ExtractConfig, path: str) -> Diagnosis:
             model_class = ModelRegistry.models[architecture].load_model_cls()
         except Exception as e:  # noqa: BLE001 (a model's module may need what is not installed)
             return Diagnosis(
-                "support", "warn", f"vLLM's {architecture} could not be loaded here ({type(e).__name__}: {e})"
+                "support", "warn", f"vLLM's {architecture} cannot be loaded ({type(e).__name__}: {e}); try --engine"
             )
         if supports_eagle3(model_class):
-            return Diagnosis("support", "ok", f"vLLM's {architecture} gives its hidden states")
+            return Diagnosis("support", "ok", f"vLLM's {architecture} supports hidden states")
         return Diagnosis(
             "support",
             "fail",
-            f"expected a model whose vLLM class supports auxiliary hidden states (SupportsEagle3), {architecture} does "
-            "not; set source: taps, or use a newer vLLM or another model",
+            f"expected a model whose vLLM class supports auxiliary hidden states (SupportsEagle3), got {architecture}, "
+            "which does not; set source: taps, or use a newer vLLM or another model",
         )
     names = ", ".join(getattr(hf, "architectures", None) or ["no architecture"])
-    return Diagnosis("support", "warn", f"vLLM has no model of its own for {names}; run doctor with --engine to know")
+    return Diagnosis("support", "warn", f"vLLM has no built-in model for {names}; check it with --engine")

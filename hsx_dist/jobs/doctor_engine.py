@@ -28,14 +28,14 @@ from hsx_dist.ray_arguments import sendable
 if TYPE_CHECKING:
     import torch
 
-#: Enough for one batch of different lengths.
+#: Number of prompts: enough for one batch of different lengths.
 PROMPTS = 8
-#: Longest prompt, in tokens: several cache blocks, several chunks where the engine takes few at once.
+#: Longest prompt, in tokens: several cache blocks, and several chunks if the engine takes few tokens at once.
 LONGEST = 400
-#: Mean difference of log-probabilities that two right computations may have: the same operations on the same states,
-#: but one adds the residual within the fused norm.
+#: Limit of the mean difference of log-probabilities between two correct computations. Both do the same operations on
+#: the same states, but one adds the residual within the fused norm.
 LIMITS = {"float32": 2e-3, "bfloat16": 0.1, "float16": 0.05}
-#: States of the wrong rows must be at least so many times farther off, or the check would prove nothing.
+#: States in the wrong order must differ at least this many times more. Otherwise the check proves nothing.
 CONTRAST = 5.0
 _TEXT = (
     "The states of a language model are read by another model, which learns to guess what the first one will say next. "
@@ -45,8 +45,10 @@ _TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Mean absolute difference of log-probabilities, over all tokens of all prompts: of the states as they are
-    (``right``), and of each prompt's states in reversed order (``wrong``). ``worst``: the largest of a single token."""
+    """Mean absolute differences of log-probabilities, over all tokens of all prompts.
+
+    ``right``: for the stored states. ``wrong``: for each prompt's states in reversed order. ``worst``: the largest
+    difference of a single token."""
 
     tokens: int
     right: float
@@ -96,7 +98,7 @@ def judge(found: Agreement, dtype: str, num_layers: int) -> Diagnosis:
         )
     if found.wrong < CONTRAST * max(found.right, 1e-9):
         return Diagnosis(
-            "engine", "warn", f"{said}: this model tells its rows hardly apart, so that this proves little"
+            "engine", "warn", f"{said}: the wrong order is hardly worse for this model, so this check proves little"
         )
     return Diagnosis("engine", "ok", said)
 
@@ -163,7 +165,7 @@ def measure(config: ExtractConfig, model: preflight.Model, prompts: Sequence[lis
 
 
 def _start(config: ExtractConfig, model: preflight.Model, layers: list[int], folder: str, in_process: bool) -> Any:
-    """The engine as a replica would start it, with a connector that stores each sample in ``folder``."""
+    """Start the engine as a replica does, but with a connector that stores each sample in ``folder``."""
     from vllm import LLM
 
     spec = engine_spec(config, model)
@@ -207,7 +209,7 @@ def _generate(llm: Any, prompts: Sequence[Sequence[int]]) -> list[Any]:
 
 
 def _load(llm: Any, path: str, load: Any, layer: int, in_process: bool, seconds: float = 120.0) -> torch.Tensor:
-    """Layer N of a stored sample, ``[T, H]``; an engine in this process is stepped meanwhile, as nothing else does."""
+    """Wait for layer N of a stored sample, ``[T, H]``. Steps an engine in this process, which no other code steps."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -215,14 +217,14 @@ def _load(llm: Any, path: str, load: Any, layer: int, in_process: bool, seconds:
             return states
         except NotFound as e:
             if time.monotonic() > end:
-                raise EngineError(f"expected the states within {seconds:.0f} s, got none") from e
+                raise EngineError(f"expected the states within {seconds:.0f} s, got none. Look at vLLM's log") from e
             if in_process:
                 llm.llm_engine.step()
             time.sleep(0.01)
 
 
 def _prompt_logprobs(output: Any) -> list[float]:
-    """vLLM's, of each token of the prompt but the first."""
+    """vLLM's log-probability of each token of the prompt except the first."""
     ids = output.prompt_token_ids
     return [float(at[token].logprob) for token, at in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
 
@@ -245,7 +247,7 @@ def compare(llm: Any, prompts: Sequence[list[int]], states: Sequence[torch.Tenso
 
 
 def logprobs_of(model: Any, *, states: list[torch.Tensor], tokens: list[list[int]]) -> list[list[float]]:
-    """Runs in a worker: log-probability of each token, from the states of the row before it.
+    """Return each token's log-probability, computed from the states of the row before it. Runs in a worker.
 
     ``states``: ``[n, H]`` each, before the final norm; ``tokens``: n ids each.
     """

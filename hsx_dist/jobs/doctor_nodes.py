@@ -1,4 +1,4 @@
-"""The checks that ask every node of a Ray cluster: each runs a task there, with the driver's credentials."""
+"""Checks of every node of a Ray cluster. Each runs in a task on the node, with the driver's credentials."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from hsx_dist.jobs.diagnosis import Diagnosis, machine_limits, probe_store
 from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.ray_arguments import sendable
 
-#: How long a node has to answer: its worker process starts, and imports what it needs.
+#: Seconds for a node's answer. Its worker process must start, and import its modules.
 NODE_SECONDS = 120.0
 
 
 def check_cluster(config: ExtractConfig) -> list[Diagnosis]:
-    """Room and budgets as the driver sees them, then each node's own word.
+    """Check resources and budgets as the driver sees them, then each node.
 
     Raises:
         ConfigError: there is no cluster.
@@ -44,7 +44,7 @@ def check_cluster(config: ExtractConfig) -> list[Diagnosis]:
 
 
 def check_budgets(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[Diagnosis]:
-    """Output, object store and room for replicas, against what Ray knows of the nodes."""
+    """Check the output, the object store and the room for replicas against Ray's list of the nodes."""
     resources = [n["Resources"] for n in nodes]
     try:
         placement = place(config.replica, engine_spec(config, preflight.examine_model(config)), resources)
@@ -69,11 +69,13 @@ def check_budgets(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> 
         )
         yield Diagnosis("object store", "warn", message)
     else:
-        yield Diagnosis("object store", "ok", f"the smallest has {smallest:,} MiB; {credit >> 20:,} MiB a writer")
+        yield Diagnosis(
+            "object store", "ok", f"the smallest has {smallest:,} MiB; {credit >> 20:,} MiB for each writer"
+        )
 
 
 def ask_nodes(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Diagnosis]]]:
-    """(node's address, its checks), of all nodes at once."""
+    """Yield (node's address, its checks). All nodes run their checks at once."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     asked = {}
@@ -105,7 +107,7 @@ def ask_nodes(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iter
 def examine_node(
     config: ExtractConfig, environment: Mapping[str, str], has_gpu: bool, expected_versions: str
 ) -> list[Diagnosis]:
-    """The checks of the node on which it is called; ``expected_versions``: the driver's."""
+    """Check the node on which this function runs. ``expected_versions``: the driver's versions."""
     os.environ.update(environment)
     found: list[Diagnosis] = []
     try:
@@ -117,14 +119,14 @@ def examine_node(
         found.append(Diagnosis("versions", "ok", here))
     else:
         message = (
-            f"expected the driver's, {expected_versions}, found {here}; use one image, or one environment, for all"
+            f"expected the driver's versions, {expected_versions}, got {here}; use one image or environment for all"
         )
         found.append(Diagnosis("versions", "fail", message))
     return found
 
 
 def versions() -> str:
-    """What must be the same on every node, in one line."""
+    """The versions that must be the same on every node, in one line."""
     try:
         vllm = preflight.installed("vllm")
     except ConfigError:

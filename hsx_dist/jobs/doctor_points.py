@@ -1,7 +1,7 @@
-"""The doctor's look at points: are all that were chosen captured, and are they what transformers computes?
+"""Checks that an engine captures all chosen points, and that they agree with transformers.
 
-Eight prompts go the way of a job, with its engine, its pages and its codec, into a temporary folder. transformers
-computes them again on the host, in the same dtype: it needs memory for a second copy of the model.
+Stores eight prompts as a job does, with its engine, pages and codec, but in a temporary folder. transformers computes
+the points again on the host, in the same dtype, which needs memory for a second copy of the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hsx_dist.observe.console import Console
 from hsx_dist.reading import open_run
 from hsx_dist.taps.points import HIDDEN_STATES, POINTS
 
-#: Settings of a job that decide what its engine computes, and how that is stored.
+#: Settings of a job that determine what its engine computes, and how the results are stored.
 _SETTINGS = ("model", "revision", "source", "capture", "layers", "engine_kwargs", "codec")
 _SIZES = ("page_bytes", "segment_bytes", "part_bytes", "in_flight_bytes")
 
@@ -58,7 +58,7 @@ def measure_points(config: ExtractConfig, model: Model, prompts: Sequence[list[i
 
 
 def _shifted(stored: Sequence[StoredPoints]) -> list[StoredPoints]:
-    """Each row under its neighbour's token."""
+    """Return the samples with each row moved to its neighbour's token."""
     return [
         (ids, {name: PointRows(of.layers, of.rows.roll(1, 0)) for name, of in points.items()}) for ids, points in stored
     ]
@@ -71,7 +71,7 @@ def judge_points(
 
     Args:
         right: errors of the rows as they are stored.
-        wrong: errors of the rows under their neighbours' tokens, which must be refused, or the check proves nothing.
+        wrong: errors of the rows at their neighbours' tokens. If these pass, the check proves nothing.
     """
     first = min((e for e in right if e.failed(model.dtype)), key=lambda e: _place(e, model.num_layers), default=None)
     return [
@@ -115,11 +115,11 @@ def _judge_point(
     if unclear := [e.layer_id for e in right if e.unclear(dtype)]:
         return Diagnosis(title, "warn", f"{said}: layers {unclear} differ: {UNKNOWN_ROUTES}")
     if any(e.passed(dtype) for e in wrong):
-        return Diagnosis(title, "warn", f"{said}: shifted rows pass it too, so that this proves little")
+        return Diagnosis(title, "warn", f"{said}: shifted rows pass it too, so this check proves little")
     return Diagnosis(title, "ok", said)
 
 
 def _place(error: LayerError, num_layers: int) -> tuple[int, int]:
-    """Where a row is in the order of the computation."""
+    """Position of a row in the order of the computation."""
     layer = depth(error.point, error.layer_id, num_layers)
     return layer, 0 if error.point == HIDDEN_STATES else list(POINTS).index(error.point)

@@ -1,4 +1,4 @@
-"""The driver: sends rows to replicas until receipts prove all of them. No Ray here; the fleet has it."""
+"""The driver: sends rows to replicas until receipts prove all of them. Only the fleet uses Ray."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ WAITING_S = 120.0
 class Driver:
     """Runs rows through a fleet until each is stored, refused or failed, or a limit is reached.
 
-    Only a receipt proves that a row is done; a replica's answer only says that its pages were shipped. A row whose task
+    Only a receipt proves that a row is done: a replica's answer means that its pages were shipped. A row whose task
     or pages were lost is tried again, up to ``max_tries`` times in all, the last time alone. Then it counts as failed.
-    A row whose engine dies while no other row is in it counts as ``poison``. A node's death is no try.
+    A row whose engine dies while no other row is in it counts as ``poison``. A node's death does not count as a try.
 
-    Holds only the rows that are with replicas or writers.
+    Keeps in memory only the rows that are with replicas or writers.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Driver:
         progress.meter.watch("oldest_task_seconds", self._oldest_task)
         self._fenced = threading.Event()
         self._why_fenced = ""
-        #: Why the run ended before its rows did; empty when they did.
+        #: Why the run ended before its last row. Empty if it did not.
         self.ended = ""
 
     def stop(self, why: str = "signal") -> None:
@@ -105,7 +105,7 @@ class Driver:
         self._stop.set()
 
     def fence(self, why: str) -> None:
-        """Let ``run`` raise ``Fenced(why)``: another process took the run over or removed it. Safe from any thread."""
+        """Make ``run`` raise ``Fenced(why)``: another process took the run over or removed it. Safe in any thread."""
         self._why_fenced = why
         self._fenced.set()
 
@@ -250,7 +250,7 @@ class Driver:
         if now - self._since >= WAITING_S:
             self._since += WAITING_S
             self._progress.say(
-                "no engine is ready yet: they load, or wait for the cluster's resources (see Ray's dashboard)"
+                "no engine is ready yet: engines load, or wait for the cluster's resources (see Ray's dashboard)"
             )
 
     def _give_up(self, fate: RowFate) -> None:
@@ -351,28 +351,30 @@ class Driver:
             rows = tuple(r for r in task.rows if r.key not in self._manifest.samples)
             self._under_way -= len(task.rows) - len(rows)
             if event.blameless:
-                # The death of a machine does not blame the rows.
+                # The death of a machine does not count as a try of the rows.
                 self._queue(rows, task.tries, alone=task.alone)
             elif task.alone:
                 reason = f"its engine died with this row alone in it: {event.reason}"
                 self._end_rows(rows, "poison", reason, task.tries + 1)
             else:
-                # For every max_tries: a row counts as poison only after its engine died with this row alone.
+                # Queued even if max_tries is reached: a row counts as poison only after its engine died with it alone.
                 self._queue(rows, task.tries + 1)
 
     def _is_to_end(self) -> bool:
         return self._stop.is_set() or self._fenced.is_set() or self._limits.past_deadline()
 
     def _flush(self) -> None:
-        """Block until all shipped rows have receipts, or are queued again. Returns early if the run is to end, as there
-        may be no time to wait for a store or for news of a node."""
+        """Block until all shipped rows have receipts, or are queued again. Returns early if the run must end: there may
+        be no time to wait for a store or for Ray's report about a node."""
         self._handle_all(self._fleet.flush(hurry=self._is_to_end))
         if not self._is_to_end():
             self._try_unproven_again()
 
     def _try_unproven_again(self) -> None:
-        """After a flush each shipped row has a receipt, or was lost with its writer. A writer that died may have stored
-        receipts without reporting them, so that the manifest is read again before a row is queued again."""
+        """Queue the shipped rows without a receipt again. After a flush, they were lost with their writer.
+
+        A writer that died may have stored receipts without reporting them. So new receipts are read first.
+        """
         if self._shipped:
             self._ledger.read_new_receipts()
         shipped, self._shipped = self._shipped, {}
@@ -395,7 +397,7 @@ class Driver:
     def _queue(self, rows: tuple[Row, ...], tries: int, *, alone: bool = False) -> None:
         """Queue rows again that were tried ``tries`` times."""
         if alone or (tries and tries >= self._max_tries - 1):
-            # In its last try a row is alone: if it kills its engine, no other row is lost.
+            # In its last try a row is alone, so that it cannot take other rows with it if it kills its engine.
             self._alone.extend(self._task((row,), tries, alone=True) for row in rows)
         else:
             rest = iter(rows)

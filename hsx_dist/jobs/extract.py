@@ -76,7 +76,7 @@ def extract(
 
     Raises:
         ConfigError: a setting is wrong. Nothing was started.
-        RunMismatch: the run at ``output`` was made with settings of another meaning.
+        RunMismatch: the run at ``output`` has other settings or another input.
         RunError: the run was removed, or a newer attempt owns it (``Fenced``).
         StoreError: the store failed.
         EngineError: vLLM did not start, or died.
@@ -108,7 +108,7 @@ def run_extract(config: ExtractConfig) -> RunSummary:
 
 
 def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSummary:
-    """Preflight, attempt, fleet, driver, manifest, check."""
+    """Run an extraction: preflight, attempt, fleet, driver, manifest, check."""
     resolve_codec(config.codec)
     if config.pool == "ray":
         connect_ray(public_url(config.output))
@@ -196,7 +196,7 @@ def _compute(
     total: int,
     todo: int,
 ) -> tuple[str, Progress]:
-    """Run the driver. Returns why it ended before the last row (empty: it did not), and its progress."""
+    """Run the driver. Returns why it ended before the last row (empty if it did not), and its progress."""
     spec = engine_spec(config, model, seed=run_seed(place.info, config.sampling_params))
     about = preflight.about(config, model, versions)
     with ExitStack() as stack:
@@ -308,7 +308,8 @@ def make_fleet(config: ExtractConfig, place: Place, spec: EngineSpec, about: dic
 
 @contextmanager
 def stop_on_signals(driver: Driver) -> Iterator[None]:
-    """Let SIGTERM and the first SIGINT stop the run in order. Only in the main thread, as Python allows no other."""
+    """Make SIGTERM and the first SIGINT stop the run in order. Does nothing outside of the main thread, where Python
+    allows no handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

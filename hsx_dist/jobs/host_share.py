@@ -9,10 +9,10 @@ from hsx_dist.config import ExtractConfig
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """Bytes at most, in addition to vLLM and the processes themselves.
+    """Upper limits in bytes. The memory of vLLM and of the processes comes in addition.
 
     ``ring``: the rings of one replica, one for each tensor-parallel rank. ``writer``: pages that one writer encodes,
-    and encoded bytes that it has not stored. ``writers``: on each node.
+    and encoded bytes that it has not stored. ``writers``: number of writers on each node.
     """
 
     ring: int

@@ -11,7 +11,7 @@ from hsx_dist.format.receipt_log import ReceiptLog, new_receipts
 from hsx_dist.format.runs import DRIVER
 from hsx_dist.store import Store
 
-#: Names in one receipt. It stays far below the largest receipt that readers accept.
+#: Limit of the names in one receipt. The receipt then stays far below the largest that readers accept.
 _PARTS_A_RECEIPT = 10_000
 
 
@@ -31,8 +31,8 @@ class RowLedger:
         self._since = 0.0
 
     def add(self, fate: RowFate) -> None:
-        """Add a row's outcome. It is stored in the next batch; ``poison`` at once, as finding it again costs
-        engines."""
+        """Add a row's outcome. It is stored in the next batch, or at once if it is ``poison``: to find out again would
+        kill engines."""
         if not self._rows:
             self._since = time.monotonic()
         self._rows.append(fate)

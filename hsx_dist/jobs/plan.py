@@ -1,4 +1,4 @@
-"""What a run will take, before anything is started: rows, tokens, bytes, parts, requests, memory, time, network."""
+"""Estimates a run before anything is started: rows, tokens, bytes, parts, requests, memory, time, network."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ from hsx_dist.jobs.capture import mean_bytes, rank_bytes, token_bytes
 from hsx_dist.jobs.host_share import HostShare, host_share
 from hsx_dist.jobs.preflight import Model, examine_model, load_text_config, partial_note
 
-#: Raw bytes a stored byte: measured on SmolLM2-135M's states (benchmarks/results/codec.md). Larger models' differ by a
-#: few percent with split, whose low bytes are stored as they are.
+#: Raw bytes per stored byte, measured on SmolLM2-135M's states (benchmarks/results/codec.md). With split, which stores
+#: low bytes unchanged, the ratios of larger models differ by a few percent.
 RATIOS: Mapping[str, Mapping[str, float]] = {
     "bfloat16": {"none": 1.0, "zstd": 1.283, "split": 1.468, "fp8-token": 2.326},
     "float16": {"none": 1.0, "zstd": 1.081, "split": 1.160, "fp8-token": 2.325},
     "float32": {"none": 1.0, "zstd": 1.081, "split": 1.190, "fp8-token": 4.650},
 }
-#: Of the description of a segment in a part's header, and of each layer's entries there, with one chunk.
+#: Bytes in a part's header for a segment, for each layer of a segment, and for each chunk of a layer.
 _SEGMENT_HEADER, _LAYER_HEADER, _CHUNK_HEADER = 300, 90, 26
-#: Raw bytes of one chunk of one layer, at most.
+#: Limit of the raw bytes of one chunk of one layer.
 _CHUNK_BYTES = 1 << 20
-#: One put of a part, one look for a newer attempt, one put of the receipt.
+#: One put of a part, one check for a newer attempt, one put of the receipt.
 _REQUESTS_A_PART = 3
-#: The driver's heartbeats.
+#: Seconds between two heartbeats of the driver.
 _HEARTBEAT_S = 5.0
 
 
 @dataclass
 class RunPlan:
-    """An estimate. Tokens are those of ``sampled`` rows, scaled to all usable ones; exact where all were sampled.
+    """An estimate. Numbers of tokens are scaled from ``sampled`` to all usable rows, and exact if all were sampled.
 
-    ``refused``: rows of the input that cannot be read, and reasons → rows of the sample that would be refused.
-    ``stored``: codec → bytes. ``tokens``: that the engine computes (answers at their longest); ``stored_tokens``: whose
-    states are kept. ``margin``: relative, of the tokens, at 95 %. ``point_bytes``: point → (layers, raw bytes a token).
+    ``unreadable``: rows of the input that cannot be read. ``refused``: reason → rows of the sample that would be
+    refused. ``stored``: codec → bytes. ``tokens``: tokens that the engine computes (answers at their longest).
+    ``stored_tokens``: tokens whose states are kept. ``margin``: relative error of ``stored_tokens`` at 95 %.
+    ``point_bytes``: point → (layers, raw bytes of a token).
     """
 
     rows: int
@@ -70,7 +71,7 @@ class RunPlan:
 
     @property
     def stored_bytes(self) -> int:
-        """With the codec that is configured."""
+        """Stored bytes with the configured codec."""
         return self.stored[self.codec]
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,11 +89,11 @@ def make_plan(
     tokens_per_second: float = 10_000.0,
     replicas_per_node: int = 1,
 ) -> RunPlan:
-    """Read the input once, encode ``sample_rows`` of its rows, and compute the rest. No engine, and no store.
+    """Read the input once, encode ``sample_rows`` of its rows, and estimate the rest. Needs no engine and no store.
 
     Args:
-        tokens_per_second: of one replica; measured, or guessed.
-        replicas_per_node: whose network is asked for.
+        tokens_per_second: tokens per second of one replica, measured or guessed.
+        replicas_per_node: replicas that share a node's network.
 
     Raises:
         ConfigError: a setting is wrong, the model or the input cannot be read.
@@ -146,18 +147,18 @@ def _point_bytes(config: ExtractConfig, model: Model) -> dict[str, tuple[int, in
 def _stored_bytes(
     config: ExtractConfig, model: Model, codec: str, raw: int, beside: int
 ) -> tuple[dict[str, int], list[str]]:
-    """Bytes by codec, of ``raw`` bytes of states and ``beside`` others; and what the user is to know of them."""
+    """Return bytes by codec, for ``raw`` bytes of states and ``beside`` other bytes, and notes for the user."""
     dtype = "float32" if config.select == "mean" or model.itemsize == 4 else model.dtype
     stored = {name: round(raw / ratio) + beside for name, ratio in RATIOS[dtype].items()}
     if codec in stored:
         return stored, []
-    note = f"the codec {codec} has no measured ratio: counted as if it stored the states as they are"
+    note = f"the codec {codec} has no measured ratio: the plan assumes that it stores states unchanged"
     return {**stored, codec: raw + beside}, [note]
 
 
 @dataclass(frozen=True)
 class _RowLength:
-    """Of one row: tokens that are ``computed`` and ``kept``, and bytes ``beside`` their states. 0 for a refused row."""
+    """A row's ``computed`` and ``kept`` tokens, and its bytes without states (``beside``). 0 for a refused row."""
 
     computed: int = 0
     kept: int = 0
@@ -174,7 +175,7 @@ class _Measured:
     lengths: list[_RowLength]
 
     def scaled(self, values: Iterable[float]) -> int:
-        """A sum over the measured rows, for all usable ones."""
+        """Return the sum over the measured rows, scaled to all usable rows."""
         return round(self.usable / max(len(self.lengths), 1) * sum(values))
 
 
@@ -228,7 +229,7 @@ def _notes(config: ExtractConfig, cache: CacheShare) -> list[str]:
 
 
 def kept_tokens(encoded: Encoded, computed: int, config: ExtractConfig) -> int:
-    """Of how many tokens rows are stored, where ``computed`` have states."""
+    """Return the number of stored tokens of a row with ``computed`` tokens."""
     select = config.select
     if select in ("last", "mean"):
         return 1
@@ -240,7 +241,9 @@ def kept_tokens(encoded: Encoded, computed: int, config: ExtractConfig) -> int:
 
 
 def _sample(rows: Iterator[Row | RowFate], size: int) -> tuple[int, int, list[Row]]:
-    """(usable rows, others, ``size`` of the usable ones by chance), each row as likely; the same for the same input.
+    """Return the number of usable rows, the number of others, and ``size`` random usable rows.
+
+    Each row is equally likely. The same input gives the same rows.
     Algorithm R: Vitter, Random Sampling with a Reservoir, 1985."""
     chance = random.Random(0)  # noqa: S311 (a sample, not a secret)
     usable = unreadable = 0
@@ -277,7 +280,7 @@ def _parts(config: ExtractConfig, stored: int, samples: int, seconds: float) -> 
     if config.layout == "sample":
         return samples
     by_size = math.ceil(stored / int(config.part_bytes))
-    # Each writer seals what it has after part_seconds, and at the end.
+    # Each writer stores its part after part_seconds, and at the end.
     writers = config.writers.per_node
     by_age = writers * math.ceil(seconds / config.part_seconds)
     return max(by_size, min(by_age, samples), min(writers, samples))

@@ -26,9 +26,9 @@ TESTED = {
     "vllm": ("{}.{}".format(*VLLM_TESTED[0]), f"{VLLM_TESTED[1][0]}.{VLLM_TESTED[1][1] + 1}"),
     "ray": ("2.60", "2.61"),
 }
-#: Tokens of a cache block where ``engine_kwargs`` does not say: vLLM's default on CPU, the largest of its defaults.
+#: Tokens of a cache block without ``block_size`` in ``engine_kwargs``: vLLM's default on CPU, its largest default.
 BLOCK_TOKENS = 128
-#: Older ones lack what the connector needs (``connector/versions.py``), or what jobs need of Ray.
+#: Older versions lack functions that the connector (``connector/versions.py``) or jobs need.
 LOWEST = {"vllm": "{}.{}".format(*VLLM_OLDEST), "ray": "2.55"}
 
 
@@ -44,7 +44,7 @@ class Model:
     dtype: str  # of the states, as vLLM will choose it: bfloat16, float16 or float32
     max_tokens: int
     tokenizer_sha256: str
-    #: Of the template that chats are rendered with; None where there is none.
+    #: SHA-256 of the template that renders chats. None if there is none.
     chat_template_sha256: str | None = None
 
     @property
@@ -79,7 +79,7 @@ def installed(package: str) -> str:
 
 
 def check_versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Versions by package; warns outside of the tested range.
+    """Return versions by package. Logs a warning for a version outside of the tested range.
 
     Raises:
         ConfigError: a package is missing, or known not to work.
@@ -100,7 +100,7 @@ def check_versions(packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def examine_model(config: ExtractConfig) -> Model:
-    """Reads the model's configuration and tokenizer; loads no weights.
+    """Read the model's configuration and tokenizer. Loads no weights.
 
     Raises:
         ConfigError: there is no such model, a layer id is wrong, or a page or segment cannot hold a token.
@@ -136,7 +136,7 @@ def examine_model(config: ExtractConfig) -> Model:
     if block > config.in_flight_bytes:
         raise ConfigError(
             f"in_flight_bytes: expected at least one cache block of {layers} layers ({block} bytes), got "
-            f"{int(config.in_flight_bytes)}; raise it"
+            f"{int(config.in_flight_bytes)}; raise in_flight_bytes"
         )
     return model
 
@@ -161,8 +161,8 @@ def load_text_config(config: ExtractConfig, path: str) -> Any:
 
 
 def state_dtype(config: ExtractConfig, text: Any) -> str:
-    """The dtype in which vLLM will compute: as asked; else, as vLLM's own rule says, the checkpoint's, but bfloat16 for
-    one of float32."""
+    """The dtype in which vLLM will compute: the configured one, else the checkpoint's. Like vLLM, takes bfloat16 for a
+    float32 checkpoint."""
     asked = str(config.engine_kwargs.get("dtype", "auto")).removeprefix("torch.")
     asked = {"half": "float16", "float": "float32"}.get(asked, asked)
     if asked in ("float32", "float16", "bfloat16"):
@@ -172,7 +172,7 @@ def state_dtype(config: ExtractConfig, text: Any) -> str:
 
 
 def whole_number(config: ExtractConfig, name: str, default: int) -> int:
-    """A number from ``engine_kwargs``; ``default`` where it is absent or leaves the choice to vLLM (-1, "auto").
+    """A number from ``engine_kwargs``. ``default`` if it is absent or leaves the choice to vLLM (-1, "auto").
 
     Raises:
         ConfigError: it is no whole number from 1 on.
@@ -181,7 +181,7 @@ def whole_number(config: ExtractConfig, name: str, default: int) -> int:
     if value in (None, -1, "-1", "auto"):
         return default
     if isinstance(value, bool) or not isinstance(value, (int, str)) or not str(value).isdecimal() or int(value) < 1:
-        raise ConfigError(f"engine_kwargs.{name}: expected a whole number from 1 on, got {value!r}; correct it")
+        raise ConfigError(f"engine_kwargs.{name}: expected a whole number from 1 on, got {value!r}; set one")
     return int(value)
 
 
@@ -224,7 +224,7 @@ def open_output(config: ExtractConfig) -> Store:
         name = f"probe-{uuid.uuid4().hex}"
         store.put(name, [b"hsx"])
         if store.get(name) != b"hsx":
-            raise StoreError(f"{store.url}: expected the bytes that were written, got others")
+            raise StoreError(f"{store.url}: expected the bytes that were written, got others. Use another store")
         store.delete(name)
         return open_store(config.output, **where, retry_seconds=patient)
     except StoreError as e:

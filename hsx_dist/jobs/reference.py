@@ -66,7 +66,7 @@ class PointReference:
                 found = args[0] if args else next(iter(kwargs.values()))
             elif isinstance(output, tuple):
                 found = output[int(what)] if int(what) < len(output) else None
-            else:  # a router of one output gives logits alone
+            else:  # a router with one output returns only logits
                 found = None if what else output
             if found is not None:
                 self._rows[point, layer] = found.clone()  # residuals are added in place in some models
@@ -75,13 +75,13 @@ class PointReference:
 
 
 def layer_modules(text: Any) -> dict[str, set[int]] | None:
-    """For each module that some layers of a model lack, the layers that have it; without weights.
+    """For each module that some layers of a model lack, the layers that have it. Loads no weights.
 
     Args:
         text: the Hugging Face configuration of the decoder.
 
     Returns:
-        None where transformers has no model of this configuration, or torch is not installed: no layers are known.
+        None if transformers has no model of this configuration, or torch is not installed: the layers are unknown.
     """
     try:
         import torch

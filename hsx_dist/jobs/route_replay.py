@@ -1,6 +1,6 @@
 """transformers' model with the experts that the engine chose, for comparison of MoE models.
 
-Below float32 rounding decides between experts with nearly equal logits. One such flip changes the row in all later
+Below float32, rounding decides between experts with nearly equal logits. One such flip changes the row in all later
 layers, and attention carries the change to all later rows of the sequence. In a deep model nearly every row then
 follows a flip, so that rows without one are too few to compare. With the engine's experts no row has to be left out.
 """

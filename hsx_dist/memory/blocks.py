@@ -1,4 +1,4 @@
-"""Blocks of memory for encoded bytes, which are used again instead of being given back and faulted in anew."""
+"""Reused blocks of memory for encoded bytes. Returning them to the system would cost new page faults."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-#: Smaller ones come from the allocator, which keeps them anyway. Each block is a mapping; Linux allows 65,530 of them.
+#: Smaller blocks come from the allocator, which keeps them anyway. Each block is a mapping, and Linux allows 65,530
+#: mappings.
 _SMALL = 64 << 10
-#: Sizes are rounded up to it, so that blocks of almost the same size replace one another.
+#: Sizes are rounded up to multiples of this size, so that a block can be reused for almost the same size.
 _GRAIN = 16 << 10
 
 
 class BlockPool:
-    """Hands out arrays, and takes their memory back when nothing refers to them any more. Safe between threads.
+    """Returns arrays, and reuses their memory when nothing refers to them any more. Thread-safe.
 
     A part's buffers have some hundred KiB each, live for seconds, and are freed together. The C library maps and unmaps
     each of them, and page faults take a fifth of a writer's time. If it keeps freed memory (``mallopt``), fragmentation
@@ -36,7 +37,7 @@ class BlockPool:
         self._returned: deque[mmap.mmap] = deque()
 
     def take(self, nbytes: int) -> np.ndarray[Any, Any]:
-        """uint8 ``[nbytes]``, its content arbitrary. It is the caller's as long as anything refers to it."""
+        """Return uint8 ``[nbytes]`` with arbitrary content. Its memory is not reused while anything refers to it."""
         if nbytes < _SMALL:
             return np.empty(nbytes, np.uint8)
         with self._lock:
@@ -47,7 +48,7 @@ class BlockPool:
 
     @property
     def nbytes(self) -> int:
-        """Of all blocks, in use or free."""
+        """Bytes of all blocks, in use or free."""
         self.trim()
         return self._total
 
@@ -62,8 +63,8 @@ class BlockPool:
         self._collect()
         at = bisect.bisect_left(self._free, (nbytes,))
         if at < len(self._free) and self._free[at][0] <= nbytes + nbytes // 4:
-            # Before any is given up: those in use may be more than the limit for a moment, and what came back just now
-            # would be unmapped, and mapped anew, each time.
+            # The block is taken before free blocks are unmapped. Used blocks may exceed the limit for a moment, and a
+            # block that was just returned would otherwise be unmapped and mapped again each time.
             block = self._free.pop(at)[2]
             self._trim(0)
             return block

@@ -1,7 +1,7 @@
-"""Asking Linux for huge pages under large memory that is copied through.
+"""Advises Linux to use huge pages for large buffers that data is copied through.
 
-With small pages every 4 KiB of a copy look up an address anew, on a virtual machine through two tables, and every first
-touch is a fault. Advice: where the system does not take it, nothing changes.
+With small pages, every 4 KiB of a copy need another address lookup, on a virtual machine through two tables, and every
+first touch is a page fault. If the system does not take the advice, nothing changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Advice to the system about memory of this process. Where the system does not take it, nothing changes."""
+"""Advice to the system about memory of this process. If the system does not take it, nothing changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import mmap
 import sys
 from functools import lru_cache
 
-#: Of Linux (``madvise(2)``), where Python's mmap does not name it.
+#: Linux's numbers (``madvise(2)``) of advice that Python's mmap does not name.
 _LINUX = {"MADV_POPULATE_READ": 22}
 
 

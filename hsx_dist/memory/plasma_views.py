@@ -1,4 +1,4 @@
-"""Mapped objects of Ray's object store: they count as a writer's resident memory until it releases the pages."""
+"""Mapped objects of Ray's object store. They count as a writer's resident memory until it releases the pages."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class PlasmaViews:
     """This process's views on memory that it shares with others."""
 
     def __init__(self) -> None:
-        self._shared: list[tuple[int, int]] = []  # [start, stop) of mappings; Ray's object store is one, for all time
+        self._shared: list[tuple[int, int]] = []  # [start, stop) of mappings; Ray's object store is one, and stays
 
     def bring(self, data: np.ndarray[Any, Any]) -> bool:
-        """Have all of ``data`` at hand, as it is read next: one call instead of a fault for every few pages of memory.
-        Whether the system did so (Linux since 5.14)."""
+        """Map all of ``data``, which is read next: one call instead of a fault for every few pages of memory.
+        Returns whether the system did so (Linux since 5.14)."""
         return self._is_shared_array(data) and advise(data.ctypes.data, data.nbytes, "MADV_POPULATE_READ")
 
     def let_go(self, data: np.ndarray[Any, Any]) -> bool:
-        """Drop this process's view of ``data``, an array that it will not read any more; whether it was dropped.
+        """Drop this process's view of ``data``, an array that it will not read any more. Return whether it was dropped.
 
-        Memory that is shared stays as it is for everybody, and the view comes back if it is read after all. Arrays in
-        memory of this process's own are left alone.
+        Shared memory keeps its content for all processes. If this process reads the array again, the view returns.
+        Does nothing for an array in private memory.
         """
         return self._is_shared_array(data) and advise(data.ctypes.data, data.nbytes, "MADV_DONTNEED")
 
     def let_go_between(self, arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
-        """``let_go`` for everything between the first and the last of ``arrays``. They are arguments of one call, so
-        they are in one object of Ray's store, and no other object is between them."""
+        """Drop the view of all memory from the first to the last of ``arrays``. They are arguments of one call, so they
+        are in one object of Ray's store, and no other object is between them."""
         starts = [data.ctypes.data for data in arrays]
         stops = [start + data.nbytes for start, data in zip(starts, arrays, strict=True)]
         if not starts or max(stops) - min(starts) < LEAST_BYTES or not self._shares(min(starts), max(stops)):
@@ -58,7 +58,7 @@ class PlasmaViews:
 
 
 def shared_mappings() -> list[tuple[int, int]]:
-    """Where this process has memory mapped that it shares; empty on a system that does not say."""
+    """Return the address ranges of shared mappings of this process. Empty without ``/proc``."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

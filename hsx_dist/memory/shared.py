@@ -1,4 +1,4 @@
-"""Host memory that two processes map: for a ring that one process fills and the other empties."""
+"""Host memory that two processes map, for a ring that one process fills and the other empties."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 
 def reserve(nbytes: int) -> int:
-    """A file descriptor of ``nbytes`` of memory, zeros.
+    """Return a file descriptor of ``nbytes`` of zeroed memory.
 
     Raises:
-        OSError: there is not so much. Without the reservation it would be a SIGBUS, later, in the engine.
+        OSError: there is not enough memory. Without the reservation, the engine would get a SIGBUS later.
     """
     fd = os.memfd_create("hsx-ring")
     try:

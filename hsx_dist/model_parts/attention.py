@@ -61,8 +61,8 @@ class AttentionPatterns:
     ``q_norm`` and ``k_norm`` are read if the sample has them. Otherwise torch reads the norm's weights from the model.
 
     Args:
-        model: a run, for its own model if that is the built-in one or an id of the Hugging Face hub; or the model's
-            folder or id. A run never names a folder.
+        model: a run whose model is the built-in one or an id of the Hugging Face hub; or a model's folder or id. A run
+            never names a folder.
 
     Raises:
         ConfigError: the model cannot be loaded; its family's attention is not one of ``ATTENTION_RULES``.
@@ -103,8 +103,8 @@ class AttentionPatterns:
         token attends to earlier tokens only, so the omitted tokens do not change the result.
 
         Raises:
-            ConfigError: the sample lacks ``q`` or ``k`` of the layer, or is not the beginning of its request. Its heads
-                differ from the model's. The layer's window is shorter than ``max_tokens``.
+            ConfigError: the sample lacks ``q`` or ``k`` of the layer, lacks tokens before its last one, or has other
+                heads than the model. Or the model's attention window is shorter than the tokens.
             FormatError: stored bytes are wrong; ``IntegrityError``: they changed.
 
         Example:
@@ -117,7 +117,9 @@ class AttentionPatterns:
             raise ConfigError(f"max_tokens: expected at least 1, got {max_tokens}")
         window = self._files.config.get("sliding_window")  # 0 or null: none
         if isinstance(window, int) and 0 < window < tokens:
-            raise ConfigError(f"max_tokens: expected at most the model's attention window of {window}, got {tokens}")
+            raise ConfigError(
+                f"max_tokens: expected at most the model's attention window of {window}, got {tokens}. Lower max_tokens"
+            )
         q, k = self._queries_and_keys(sample, layer, tokens)
         turns = rotation(self.model, self._files.config, q.shape[-1], tokens, self._rule.theta)
         q, k = (rotate(rows, turns).swapaxes(0, 1) for rows in (q, k))

@@ -42,9 +42,9 @@ class LogitLens:
     Needs torch. Reads the model's ``config.json`` and two or three tensors, and runs none of its code. V: the size of
     the vocabulary.
 
-    Without a ``point`` and a layer, the logits are the model's. They are computed from ``final_ln`` if the sample has
-    it. Otherwise the final norm is applied to ``resid_final`` or the last layer of ``hidden_states``, as to every other
-    layer.
+    Without a ``point`` and a layer, the logits are those of the model. They are computed from ``final_ln`` if the
+    sample has this point. Otherwise the final norm is applied to ``resid_final`` or the last layer of
+    ``hidden_states``, as it is to every other layer.
 
     Layer ids of ``hidden_states`` are 0 (the embeddings) to N. If a sample has ``resid_pre`` or ``resid_final`` of a
     layer instead, the same ids select them.
@@ -53,8 +53,8 @@ class LogitLens:
     logits, independent of the sample's length.
 
     Args:
-        model: a run, for its own model if that is the built-in one or an id of the Hugging Face hub; or the model's
-            folder or id. A run never names a folder.
+        model: a run whose model is the built-in one or an id of the Hugging Face hub; or a model's folder or id. A run
+            never names a folder.
 
     Raises:
         ConfigError: torch is not installed; the model cannot be loaded; its family's norm or logits are unknown.
@@ -81,9 +81,9 @@ class LogitLens:
         """Yield the logits in blocks: the position of a block's first token in the sample, and float32 ``[t, V]``.
 
         Args:
-            point: of the residual stream: ``hidden_states``, ``embed``, ``resid_pre``, ``resid_mid``, ``resid_final``
-                or ``final_ln``.
-            layer: of the point; without a ``point``, as in ``hidden_states``.
+            point: a point of the residual stream: ``hidden_states``, ``embed``, ``resid_pre``, ``resid_mid``,
+                ``resid_final`` or ``final_ln``.
+            layer: a layer of the point. Without a ``point``, a layer id of ``hidden_states``.
             tokens: a slice or ``(start, stop)``; default: all.
 
         Raises:
@@ -126,7 +126,7 @@ class LogitLens:
         """Return the ``k`` most likely next tokens of each position. Entry *t* is for token *t + 1*.
 
         Args:
-            layers: of the point, in the order of the result, ``[n, L, k]``. ``None``: one layer, ``[n, k]``.
+            layers: layers of the point, in the order of the result, ``[n, L, k]``. ``None``: one layer, ``[n, k]``.
 
         Other arguments and errors: see ``blocks``.
 
@@ -142,7 +142,7 @@ class LogitLens:
             return self._top(sample, k, self._place(sample, point, None), tokens)
         places = [self._place(sample, point, layer) for layer in layers]
         if not places:
-            raise ConfigError("layers: expected at least one, got none. Leave the argument out for the last")
+            raise ConfigError("layers: expected at least one, got none. Leave the argument out for the last layer")
         found = [self._top(sample, k, place, tokens) for place in places]
         return TopTokens(*(torch.stack(part, 1) for part in zip(*found, strict=True)))
 
@@ -162,7 +162,9 @@ class LogitLens:
         elif point is None and layer is not None:
             point, layer = stream_place(sample, layer, last)
         if point not in _STREAM:
-            raise ConfigError(f"point: expected a point of the residual stream, {', '.join(_STREAM)}, got {point!r}")
+            raise ConfigError(
+                f"point: expected a point of the residual stream, {', '.join(_STREAM)}, got {point!r}. Choose another"
+            )
         if layer is None:
             if point in (_ENTERING, "resid_mid"):
                 raise ConfigError(f"layer: expected a layer of point {point!r}, got none. Name it")

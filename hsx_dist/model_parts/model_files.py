@@ -173,7 +173,7 @@ class ModelFiles:
         except Exception as e:
             raise ConfigError(
                 f"{self.model}: expected a folder with config.json, or a model of the Hugging Face hub, got "
-                f"{type(e).__name__}: {e}"
+                f"{type(e).__name__}: {e}. Check the name and the access to it"
             ) from e
 
 
@@ -202,7 +202,7 @@ def _read_json(path: Path, checks: Mapping[str, MemberCheck]) -> dict[str, Any]:
         with path.open("rb") as f:
             data = f.read(_JSON_BYTES + 1)
     except OSError as e:
-        raise ConfigError(f"{path}: expected a file of the model, got {e.strerror}. Name another (--model)") from e
+        raise ConfigError(f"{path}: expected the model's file, got {e.strerror}. Name another model (--model)") from e
     if len(data) > _JSON_BYTES:
         raise FormatError(f"{path}: expected at most {_JSON_BYTES} bytes, got more. Name another model (--model)")
     # transformers writes Infinity into some configurations.

@@ -1,1 +1,1 @@
-"""Models that come with the package: the built-in one, and a tiny random one."""
+"""Models of this package: the built-in model, and a tiny random one."""

@@ -35,7 +35,7 @@ def smollm2(cache: Path | None = None) -> Path:
     try:
         _smollm2.build(building)
         building.chmod(0o755)
-        with suppress(OSError):  # another process was faster: rename never replaces a folder that has something in it
+        with suppress(OSError):  # another process was faster: rename never replaces a folder that is not empty
             building.rename(folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -45,5 +45,5 @@ def smollm2(cache: Path | None = None) -> Path:
 
 
 def resolve_model(name: str) -> str:
-    """What to hand to vLLM or transformers: a built-in model's folder, or ``name`` itself."""
+    """Return the model for vLLM or transformers: the built-in model's folder, or ``name`` itself."""
     return str(smollm2()) if name == SMOLLM2 else name

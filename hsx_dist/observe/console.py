@@ -1,7 +1,7 @@
-"""Output on a terminal: every line that this package prints goes through here.
+"""Output on a terminal. This package prints every line with these functions.
 
-Keys, reasons and names come from clients, rows and stored objects. They are shown as they are, without markup, and with
-their control and format characters escaped.
+Keys, reasons and names are text of clients, rows and stored objects. They are shown unchanged, without markup, but with
+control and format characters escaped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _write(text: str, to: TextIO | None) -> None:
 
 
 class Console(rich.console.Console):
-    """rich's console for strings that mean nothing but themselves, also in the cells and titles of tables."""
+    """rich's console, but it takes no markup in strings, also not in the cells and titles of tables."""
 
     def __init__(self, **options: Any):
         super().__init__(markup=False, emoji=False, highlight=False, **options)

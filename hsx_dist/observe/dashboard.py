@@ -1,4 +1,4 @@
-"""Files for a cluster's monitoring: a Grafana dashboard and Prometheus alerts; ``hsx dashboards DIR`` writes them."""
+"""Files for a cluster's monitoring: a Grafana dashboard and Prometheus alerts. ``hsx dashboards DIR`` writes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hsx_dist.observe.panels import ALERTS, ROWS, Panel
 
 
 def grafana() -> dict[str, Any]:
-    """The dashboard, as Grafana imports it; the data source is chosen when it is opened."""
+    """The dashboard, as Grafana imports it. A viewer chooses the data source."""
     source = {"type": "prometheus", "uid": "${datasource}"}
     panels: list[dict[str, Any]] = []
     y = 0
@@ -86,7 +86,7 @@ def alert_rules() -> dict[str, Any]:
 
 
 def prometheus_rule() -> dict[str, Any]:
-    """The same for the Prometheus operator on Kubernetes."""
+    """The alerts as a ``PrometheusRule`` for the Prometheus operator on Kubernetes."""
     metadata = {"name": "hsx-dist", "labels": {"release": "prometheus"}}
     return {
         "apiVersion": "monitoring.coreos.com/v1",

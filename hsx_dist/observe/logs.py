@@ -1,4 +1,4 @@
-"""Log lines that programs can read too: ``time level logger message key=value …``, or JSON with ``HSX_LOG=json``.
+"""Log lines that programs can also read: ``time level logger message key=value …``, or JSON with ``HSX_LOG=json``.
 
 The subject of a line is in ``extra``: ``log.warning("…", extra={"key": key})``. Messages contain it too, because vLLM's
 logging configuration does not show ``extra``.
@@ -16,16 +16,16 @@ from typing import Any
 
 from hsx_dist.text import ascii_json, printable_lines
 
-#: What a line may be about, in the order in which it is shown.
+#: Names of a line's subjects, in the order in which they are shown.
 FIELDS = ("run", "attempt", "replica", "rank", "writer", "key", "row", "part")
-#: A message may come so often …
+#: Limit of a message's lines in one window.
 OFTEN = 10
-#: … within so many seconds; what comes beyond is counted.
+#: Length of a window in seconds. Lines beyond the limit are only counted.
 WINDOW_S = 60.0
 
 
 class Structured(logging.Formatter):
-    """``context`` (run, replica, rank, writer) stands in every line; the rest comes from a record's ``extra``."""
+    """Adds ``context`` (run, replica, rank, writer) and a record's ``extra`` to every line."""
 
     def __init__(self, context: Mapping[str, Any] | None = None, *, as_json: bool = False):
         super().__init__()
@@ -48,9 +48,9 @@ class Structured(logging.Formatter):
 
 
 class NotSoOften(logging.Filter):
-    """Lets a message (its text before anything is put in) pass ``OFTEN`` times a ``WINDOW_S``, and counts the rest.
+    """Passes a message ``OFTEN`` times in ``WINDOW_S``, and counts the rest. Messages differ by their unformatted text.
 
-    The first one of the next window says how many were left out.
+    The first line of the next window has the number of suppressed lines.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -66,16 +66,16 @@ class NotSoOften(logging.Filter):
             since, count = self._seen.get(kind, (now, 0))
             if now - since >= WINDOW_S:
                 if count > OFTEN:
-                    record.suppressed = f" (and {count - OFTEN} more like it were left out)"
+                    record.suppressed = f" (and {count - OFTEN} similar lines were left out)"
                 since, count = now, 0
             self._seen[kind] = since, count + 1
-            if len(self._seen) > 1000:  # texts that were formatted by the caller are all different
+            if len(self._seen) > 1000:  # texts that the caller formatted all differ
                 self._seen = {k: v for k, v in self._seen.items() if now - v[0] < WINDOW_S}
         return count < OFTEN
 
 
 def shown_elsewhere(record: logging.LogRecord) -> bool:
-    """Whether the record's library has a handler: the line would be logged twice."""
+    """Whether the record's library has a handler, so that the line would be logged twice."""
     name = record.name
     while name:
         if any(not isinstance(h, logging.NullHandler) for h in logging.getLogger(name).handlers):
@@ -94,7 +94,7 @@ def configure_logging(level: int, **context: str) -> None:
 
 
 def _word(value: Any) -> str:
-    """As it is where that is one word, else quoted: a key is a client's, and may hold anything."""
+    """Return one word unchanged, other text quoted: a client chooses its key, which may contain anything."""
     text = str(value)
     shown = text.isprintable()
     if shown and text and not any(c in text for c in ' "=\\'):

@@ -1,4 +1,4 @@
-"""The table of all metrics, and the meter that counts them. Plain Python; exporters are elsewhere.
+"""The table of all metrics, and the meter that counts them. Exporters are in other modules.
 
 All sums are counters, so that they are exact and have a rate over any interval. (Ray computes the sum of a histogram
 from the middles of its buckets.) A job's actors export to Ray as ``ray_hsx_NAME``; counters get the suffix ``_total``,
@@ -28,17 +28,17 @@ class Metric:
     text: str
     tag: str = ""
     served: bool = True
-    #: The tag's values, where they are known beforehand: these series are there from the start.
+    #: The tag's values, if they are known beforehand: these series exist from the start.
     values: tuple[str, ...] = ("",)
 
     @property
     def in_ray(self) -> str:
-        """The name under which Prometheus finds it on a Ray cluster."""
+        """The metric's name in Prometheus on a Ray cluster."""
         return f"ray_hsx_{self.name}" + ("_total" if self.kind == "counter" else "")
 
     @property
     def in_vllm(self) -> str | None:
-        """The name on vLLM's ``/metrics``; None where a server has no such number."""
+        """The metric's name on vLLM's ``/metrics``. None if a server does not export it."""
         if not self.served:
             return None
         return f"vllm:hidden_states_{self.name}" + ("_total" if self.kind == "counter" else "")
@@ -51,54 +51,55 @@ _FATES = ("stored", "refused", "failed", "poison", "retried")
 
 METRICS: tuple[Metric, ...] = (
     Metric("rows", "counter", "driver", "Input rows by fate.", "fate", False, _FATES),
-    Metric(
-        "rows_left", "gauge", "driver", "Input rows that have no fate yet; 0 when the attempt has ended.", "", False
-    ),
+    Metric("rows_left", "gauge", "driver", "Input rows without an outcome; 0 when the attempt has ended.", "", False),
     Metric("replicas_ready", "gauge", "driver", "Replicas whose engine is up.", "", False),
     Metric("replica_deaths", "counter", "driver", "Replicas that died or did not start.", "", False),
-    Metric("tasks_open", "gauge", "driver", "Tasks that replicas have and have not answered.", "", False),
+    Metric("tasks_open", "gauge", "driver", "Tasks of replicas that are not finished.", "", False),
     Metric("oldest_task_seconds", "gauge", "driver", "Age of the oldest of those tasks.", "", False),
     Metric("lost_segments", "counter", "driver", "Segments that a writer took and could not store.", "", False),
     Metric("receipt_timestamp_seconds", "gauge", "driver", "Time of the last receipt, in Unix seconds.", "", False),
-    Metric("samples", "counter", "replica", "Samples whose states were all handed to the writers."),
+    Metric("samples", "counter", "replica", "Samples whose states were all sent to the writers."),
     Metric(
         "skipped",
         "counter",
         "replica",
-        "Finished requests of which nothing is stored (aborted, not wanted, no tokens).",
+        "Finished requests without stored states (aborted, not requested, no tokens).",
     ),
     Metric("tokens", "counter", "replica", "Tokens whose states were copied out of the cache."),
     Metric("pages", "counter", "replica", "Pages copied out of the cache."),
     Metric("page_bytes", "counter", "replica", "Bytes of hidden states copied out of the cache."),
     Metric("engine_seconds", "counter", "replica", "Seconds in which the engine's thread worked or waited.", "", False),
     Metric("idle_seconds", "counter", "replica", "Seconds in which the engine had no task.", "", False),
-    Metric("copy_seconds", "counter", "replica", "Seconds of steps that went into starting copies."),
+    Metric("copy_seconds", "counter", "replica", "Seconds of engine steps spent on starting copies."),
     Metric(
         "store_wait_seconds",
         "counter",
         "replica",
-        "Seconds in which the engine had nothing to do but wait for the writers, and so for the store.",
+        "Seconds in which the engine only waited for the writers, and so for the store.",
     ),
-    Metric("send_seconds", "counter", "replica", "Seconds of handing pages to writers, waiting for credit included."),
+    Metric("send_seconds", "counter", "replica", "Seconds of sending pages to writers, including waits for credit."),
     Metric("credit_wait_seconds", "counter", "replica", "Seconds of waiting until a writer had credit.", "", False),
     Metric("ring_bytes", "gauge", "replica", "Bytes in flight between the cache and the writers."),
-    Metric("oldest_page_seconds", "gauge", "replica", "Age of the oldest page that no writer has been handed yet."),
+    Metric("oldest_page_seconds", "gauge", "replica", "Age of the oldest page that was not sent to a writer yet."),
     Metric("blocks_held", "gauge", "replica", "Cache blocks of ended requests that wait to be copied."),
-    Metric("credit_bytes", "gauge", "replica", "Bytes that the writers would take without an answer.", "", False),
+    Metric("credit_bytes", "gauge", "replica", "Bytes that writers accept before they answer.", "", False),
     Metric("unanswered_bytes", "gauge", "replica", "Bytes in flight to writers that have not answered.", "", False),
     Metric("raw_bytes", "counter", "writer", "Bytes of hidden states in stored parts, before encoding."),
-    Metric("stored_bytes", "counter", "writer", "Bytes of stored parts, headers and token ids included."),
-    Metric("ratio", "gauge", "writer", "Raw bytes a stored byte, since the writer began.", "", False),
-    Metric("parts", "counter", "writer", "Stored parts: of a job with a receipt, of a server one sample each."),
+    Metric("stored_bytes", "counter", "writer", "Bytes of stored parts, including headers and token ids."),
+    Metric("ratio", "gauge", "writer", "Raw bytes per stored byte, since the writer began.", "", False),
+    Metric("parts", "counter", "writer", "Stored parts. A job's part has a receipt; a server's part is one sample."),
     Metric("failed_parts", "counter", "writer", "Parts that could not be stored, by error.", "error"),
-    Metric("stored", "counter", "writer", "Samples that a server has stored (a job's: rows by fate)."),
+    Metric("stored", "counter", "writer", "Samples that a server has stored. A job counts `rows` instead."),
     Metric("failed", "counter", "writer", "Samples that a server could not store."),
     Metric("encode_seconds", "counter", "writer", "Thread seconds of compressing and checking pages."),
     Metric(
-        "room_wait_seconds", "counter", "writer", "Thread seconds of waiting until parts were stored to take pages."
+        "room_wait_seconds",
+        "counter",
+        "writer",
+        "Thread seconds in which writers waited for parts to be stored before they accepted pages.",
     ),
-    Metric("puts", "counter", "writer", "Parts handed to the store, failed ones included."),
-    Metric("put_seconds", "counter", "writer", "Thread seconds of putting parts, repetitions and pauses included."),
+    Metric("puts", "counter", "writer", "Puts of parts, including failed ones."),
+    Metric("put_seconds", "counter", "writer", "Thread seconds of putting parts, including retries and pauses."),
     Metric(
         "put_seconds_bucket",
         "counter",
@@ -108,11 +109,9 @@ METRICS: tuple[Metric, ...] = (
         True,
         _ENDS,
     ),
-    Metric(
-        "store_retries", "counter", "writer", "Calls to the store that failed and were repeated, by error.", "error"
-    ),
+    Metric("store_retries", "counter", "writer", "Calls to the store that failed and were retried, by error.", "error"),
     Metric("held_bytes", "gauge", "writer", "Bytes being encoded, or encoded and not yet stored."),
-    Metric("oldest_segment_seconds", "gauge", "writer", "Age of the oldest segment that is not handed to the store."),
+    Metric("oldest_segment_seconds", "gauge", "writer", "Age of the oldest segment that is in no complete part yet."),
     Metric("nonfinite_rows", "counter", "writer", "Rows of one layer with a NaN or an infinity."),
     Metric("zero_layers", "counter", "writer", "Layers of one segment that are zero throughout."),
 )
@@ -121,7 +120,7 @@ BY_NAME: Mapping[str, Metric] = {m.name: m for m in METRICS}
 
 
 class Meter:
-    """Counts in one process; thread-safe, and cheap enough for every page.
+    """Counters and gauges of one process. Thread-safe, and fast enough for every page.
 
     Sums only grow. Several exporters can read them, each with an ``Increments``.
     """
@@ -133,7 +132,7 @@ class Meter:
         self._elsewhere: dict[str, dict[Series, float]] = {}
 
     def add(self, name: str, value: float = 1, label: str = "") -> None:
-        """Add to a counter. ``label`` is the value of the metric's own tag."""
+        """Add to a counter. ``label`` is the value of the metric's tag."""
         metric = BY_NAME[name]
         assert metric.kind == "counter", name
         assert bool(metric.tag) == bool(label), name
@@ -141,7 +140,7 @@ class Meter:
             self._sums[name, label] = self._sums.get((name, label), 0) + value
 
     def put_took(self, seconds: float) -> None:
-        """A part was put, or could not be."""
+        """Count a put of a part, stored or failed, that took ``seconds``."""
         self.add("puts")
         self.add("put_seconds", seconds)
         for end, label in zip(PUT_BUCKETS, _ENDS, strict=True):
@@ -153,13 +152,13 @@ class Meter:
         self.add("store_retries", 1, type(error.__cause__ or error).__name__)
 
     def watch(self, name: str, read: Callable[[], float]) -> None:
-        """Add a gauge whose value is ``read()`` at the time of the export. Several of one name add up."""
+        """Add a gauge whose value is ``read()`` at the time of the export. Gauges of the same name are added up."""
         assert BY_NAME[name].kind == "gauge", name
         with self._lock:
             self._gauges.setdefault(name, []).append(read)
 
     def merge(self, source: str, numbers: Mapping[Series, float]) -> None:
-        """Take over what another process's ``Increments`` gave: counters add up, gauges are the source's newest."""
+        """Add the result of another process's ``Increments``: counters are added, gauges replace the source's last."""
         with self._lock:
             gauges = self._elsewhere.setdefault(source, {})
             for series, value in numbers.items():
@@ -169,21 +168,21 @@ class Meter:
                     gauges[series] = value
 
     def forget(self, source: str) -> None:
-        """The other process has ended: its gauges count no more, its sums stay."""
+        """Drop the gauges of a process that has ended. Its sums stay."""
         with self._lock:
             self._elsewhere.pop(source, None)
 
     def sums(self) -> dict[Series, float]:
-        """Every counter that was ever added to."""
+        """Return every counter that was ever added to."""
         with self._lock:
             return dict(self._sums)
 
     def gauges(self) -> dict[Series, float]:
-        """Every gauge that is watched here or was merged, as it is now."""
+        """Return the current value of every watched or merged gauge."""
         with self._lock:
             watched = [(name, list(reads)) for name, reads in self._gauges.items()]
             merged = [dict(g) for g in self._elsewhere.values()]
-        # Without the lock: ``read`` may take other locks, and threads that hold these count here.
+        # Without the lock: ``read`` may take other locks, and threads that hold those call this meter.
         found: dict[Series, float] = {(name, ""): sum(read() for read in reads) for name, reads in watched}
         for gauges in merged:
             for series, value in gauges.items():
@@ -192,25 +191,25 @@ class Meter:
 
 
 class Increments:
-    """One reader of a meter: the increments since its last call. For one thread."""
+    """A reader of a meter's increments since its last call. For one thread."""
 
     def __init__(self, meter: Meter):
         self._meter = meter
         self._seen: dict[Series, float] = {}
 
     def counters(self) -> dict[Series, float]:
-        """Counters that grew, by how much."""
+        """Return by how much each counter grew; only counters that grew."""
         sums = self._meter.sums()
         grown = {s: v - self._seen.get(s, 0) for s, v in sums.items() if v != self._seen.get(s, 0)}
         self._seen = sums
         return grown
 
     def gauges(self) -> dict[Series, float]:
-        """Every gauge as it is."""
+        """Return the current value of every gauge."""
         return self._meter.gauges()
 
     def take(self) -> dict[Series, float]:
-        """Counters that grew, by how much, and every gauge as it is."""
+        """Return ``counters`` and ``gauges`` together."""
         return {**self.counters(), **self.gauges()}
 
 

@@ -1,4 +1,4 @@
-"""What the dashboard and the alerts ask, as tables of questions; ``dashboard`` makes files of them.
+"""The queries of the dashboard and the alerts, as tables. ``dashboard`` writes files from them.
 
 A panel or an alert is an expression in PromQL over ``ray_hsx_*`` and a few of Ray's metrics, which Ray's dashboard uses
 too.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: What Grafana puts in: the run that was chosen, and an interval that suits the scrape's.
+#: Variables that Grafana replaces: the chosen run, and an interval that suits the scrape interval.
 _OF = '{run=~"$run"}'
 _RATE = "$__rate_interval"
 
@@ -26,7 +26,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """``value`` compared with ``threshold`` for ``minutes``; ``while_`` says when it makes sense at all."""
+    """``value`` compared with ``threshold`` for ``minutes``. The alert fires only while ``while_`` is true."""
 
     name: str
     value: str
@@ -43,19 +43,19 @@ class Alert:
 
     @property
     def evaluated(self) -> tuple[str, ...]:
-        """What must give data whenever a run is scraped, whether the alert fires or not."""
+        """The expressions that must have data for every scraped run, whether the alert fires or not."""
         return (self.value, self.while_.partition(" > ")[0]) if self.while_ else (self.value,)
 
 
 def rate(name: str, by: str = "run", *, match: str = "") -> str:
-    """Increase a second of a counter, summed over all labels that are not in ``by``."""
+    """A counter's increase per second, summed over all labels that are not in ``by``."""
     of = _OF if not match else _OF[:-1] + f",{match}}}"
     return f"sum by ({by}) (rate(ray_hsx_{name}_total{of}[{_RATE}]))"
 
 
 def share(part: str, whole: str, by: str = "run") -> str:
-    """Of the seconds counted as ``whole``, the share that ``part`` took."""
-    # The denominator is 0 while nothing runs: then the answer is 0, not a gap that looks like a lost scrape.
+    """The share of ``part`` in the seconds counted as ``whole``."""
+    # The denominator is 0 while nothing runs. The result is then 0, because a gap would look like a lost scrape.
     return f"{rate(part, by)} / clamp_min({rate(whole, by)}, 1e-9)"
 
 
@@ -65,12 +65,12 @@ def total(name: str, by: str = "run") -> str:
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
-        "Does it go on?",
+        "Does the run make progress?",
         (
-            Panel("How many rows are left?", "Rows without a fate.", "short", ((total("rows_left"), "{{run}}"),)),
+            Panel("How many rows are left?", "Rows without an outcome.", "short", ((total("rows_left"), "{{run}}"),)),
             Panel(
-                "What becomes of the rows?",
-                "Rows a second by fate; retried ones are computed again.",
+                "How do rows end?",
+                "Rows per second by outcome; retried rows are computed again.",
                 "short",
                 ((rate("rows", "fate"), "{{fate}}"),),
             ),
@@ -92,7 +92,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         "How fast is it?",
         (
             Panel(
-                "How many tokens a second?",
+                "How many tokens per second?",
                 "By replica.",
                 "short",
                 ((rate("tokens", "replica"), "replica {{replica}}"),),
@@ -105,7 +105,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "What does compression save?",
-                "Raw bytes a stored byte.",
+                "Raw bytes per stored byte.",
                 "short",
                 ((f"avg by (writer) (ray_hsx_ratio{_OF})", "writer {{writer}}"),),
             ),
@@ -122,13 +122,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Is the store slowing the engines?",
-                "Share of the engines' time in which they could only wait for writers and store.",
+                "Share of the engines' time in which they only waited for writers and store.",
                 "percentunit",
                 ((share("store_wait_seconds", "engine_seconds", "replica"), "replica {{replica}}"),),
             ),
             Panel(
                 "What do the engines do?",
-                "Seconds a second, over all replicas.",
+                "Seconds per second, over all replicas.",
                 "s",
                 (
                     (
@@ -142,7 +142,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "What do the writers do?",
-                "Thread seconds a second, over all writers.",
+                "Thread seconds per second, over all writers.",
                 "s",
                 (
                     (rate("encode_seconds"), "compress"),
@@ -152,7 +152,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Do senders wait for credit?",
-                "Seconds a second, by replica.",
+                "Seconds per second, by replica.",
                 "s",
                 ((rate("credit_wait_seconds", "replica"), "replica {{replica}}"),),
             ),
@@ -179,8 +179,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ((total("blocks_held", "replica"), "replica {{replica}}"),),
             ),
             Panel(
-                "How old is what waits?",
-                "The oldest page without a writer, the oldest segment that is not stored.",
+                "How old are waiting pages and segments?",
+                "The oldest page that was not sent, and the oldest segment that is in no complete part.",
                 "s",
                 (
                     (f"max by (run) (ray_hsx_oldest_page_seconds{_OF})", "page"),
@@ -189,7 +189,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Does Ray's object store spill?",
-                "Bytes of objects in shared memory and on disk, of the whole cluster; on disk there should be none.",
+                "Bytes of objects in shared memory and on disk, of the whole cluster. There should be none on disk.",
                 "bytes",
                 (("sum by (Location) (ray_object_store_memory)", "{{Location}}"),),
             ),
@@ -200,7 +200,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "How long does a put take?",
-                "Median and 99th percentile, repetitions included; and the mean.",
+                "Median, 99th percentile and mean, including retries.",
                 "s",
                 (
                     (f"histogram_quantile(0.5, {rate('put_seconds_bucket', 'le')})", "median"),
@@ -209,20 +209,20 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             Panel(
-                "Which calls are repeated?",
-                "Calls a second that failed and are tried again, by error.",
+                "Which calls are retried?",
+                "Calls per second that failed and are retried, by error.",
                 "short",
                 ((rate("store_retries", "error"), "{{error}}"),),
             ),
             Panel(
                 "How many parts are stored?",
-                "Parts a second, by writer.",
+                "Parts per second, by writer.",
                 "short",
                 ((rate("parts", "writer"), "{{writer}}"),),
             ),
             Panel(
                 "What could not be stored?",
-                "Parts a second that were given up, by error, and segments whose rows are run again.",
+                "Parts per second that failed, by error, and segments whose rows are run again.",
                 "short",
                 ((rate("failed_parts", "error"), "{{error}}"), (rate("lost_segments"), "segments lost")),
             ),
@@ -237,7 +237,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "short",
                 ((rate("nonfinite_rows"), "not finite"), (rate("zero_layers"), "zero layers")),
             ),
-            Panel("Do engines die?", "Deaths a second.", "short", ((rate("replica_deaths"), "{{run}}"),)),
+            Panel("Do replicas die?", "Deaths per second.", "short", ((rate("replica_deaths"), "{{run}}"),)),
         ),
     ),
 )
@@ -252,7 +252,7 @@ ALERTS: tuple[Alert, ...] = (
         1,
         "critical",
         "No part of {{ $labels.run }} became durable for {{ $value | humanizeDuration }}, and rows are left.",
-        "Look whether the driver lives, whether a replica is ready, and at the store's errors.",
+        "Check that the driver is alive and that a replica is ready, and look at the store's errors.",
         _LEFT,
     ),
     Alert(
@@ -263,7 +263,7 @@ ALERTS: tuple[Alert, ...] = (
         5,
         "warning",
         "Engines of {{ $labels.run }} spend {{ $value | humanizePercentage }} of their time waiting for the store.",
-        "Add writers (writers.per_node) or uploads (writers.uploads), or a faster way to the store.",
+        "Add writers (writers.per_node) or uploads (writers.uploads), or use a faster connection to the store.",
     ),
     Alert(
         "HsxPutsFail",
@@ -272,7 +272,7 @@ ALERTS: tuple[Alert, ...] = (
         1,
         "critical",
         "Puts of {{ $labels.run }} end without a part.",
-        "Read the writers' logs: credentials, quota, or a store that is away longer than store.retry_seconds.",
+        "Read the writers' logs: credentials, quota, or a store that fails for longer than store.retry_seconds.",
     ),
     Alert(
         "HsxRowsFail",
@@ -280,7 +280,7 @@ ALERTS: tuple[Alert, ...] = (
         "> 0",
         0,
         "warning",
-        "{{ $value | humanize }} rows of {{ $labels.run }} were given up.",
+        "{{ $value | humanize }} rows of {{ $labels.run }} failed.",
         "`hsx show RUN` lists them with their reasons; the same command tries them again.",
     ),
     Alert(
@@ -314,7 +314,7 @@ ALERTS: tuple[Alert, ...] = (
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """(what asks, expression) of every query of the dashboard, and of every alert's parts."""
+    """Yield (name, expression) of every query of the dashboard, and of every alert's parts."""
     for _, panels in ROWS:
         for panel in panels:
             for expression, legend in panel.queries:

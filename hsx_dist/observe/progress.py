@@ -1,4 +1,4 @@
-"""Progress of an extraction: a bar on a terminal, a plain line now and then elsewhere (a Ray job's log)."""
+"""Progress of an extraction: a bar on a terminal, and occasional plain lines elsewhere (a Ray job's log)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hsx_dist.observe.metrics import Meter, Series
 from hsx_dist.observe.units import duration
 from hsx_dist.text import printable
 
-#: Seconds between the first plain lines; each pause is longer than the one before, up to a minute, as logs are kept.
+#: Seconds between the first plain lines. Each pause is longer than the one before, up to a minute, to keep logs short.
 PLAIN_EVERY_S = 5.0
 PLAIN_SELDOM_S = 60.0
-#: Rates on show are means over about so many seconds.
+#: Seconds over which displayed rates are averaged.
 WINDOW_S = 30.0
 
 
@@ -37,7 +37,7 @@ class Progress:
         self.tokens = 0
         self.raw_bytes = 0
         self.stored_bytes = 0
-        self.paused = ""  # why no rows are handed out for now
+        self.paused = ""  # why no rows are handed out at present
         self._before = done
         self._total = total
         self._running = 0
@@ -74,13 +74,13 @@ class Progress:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """One line above the bar."""
+        """Print one line above the bar."""
         self.console.print(text, soft_wrap=True)
 
     # -- what happens --------------------------------------------------------------------------------------------
 
     def computed(self, tokens: int) -> None:
-        """A task of ``tokens`` tokens came back from its replica."""
+        """Count a task of ``tokens`` tokens that its replica has finished."""
         self.tokens += tokens
 
     def counted(self, numbers: Mapping[Series, float]) -> None:
@@ -89,7 +89,7 @@ class Progress:
             self._spent[name] = self._spent.get(name, 0) + value
 
     def stored(self, *, rows: int, raw_bytes: int, stored_bytes: int) -> None:
-        """A part is durable."""
+        """Count a part that is durable."""
         self.rows += rows
         self.raw_bytes += raw_bytes
         self.stored_bytes += stored_bytes
@@ -97,7 +97,7 @@ class Progress:
         self.meter.add("rows", rows, "stored")
 
     def ended(self, fate: str) -> None:
-        """A row ended as ``refused``, ``failed`` or ``poison`` (which counts as failed here)."""
+        """Count a row that ended as ``refused``, ``failed`` or ``poison`` (which counts as failed here)."""
         if fate == "refused":
             self.refused += 1
         else:
@@ -109,21 +109,21 @@ class Progress:
         self.meter.add("rows", rows, "retried")
 
     def started(self) -> None:
-        """The first engine is ready: rates count from here."""
+        """Start to count rates, when the first engine is ready."""
         if self._first_token is None:
             self._first_token = time.monotonic()
-            self._began = self._last_receipt = time.time()  # loading a model is no lack of progress
+            self._began = self._last_receipt = time.time()  # otherwise loading a model would look like a stall
 
     # -- how it stands -------------------------------------------------------------------------------------------
 
     @property
     def seconds(self) -> float:
-        """Since the first engine was ready."""
+        """Seconds since the first engine was ready."""
         return 0.0 if self._first_token is None else time.monotonic() - self._first_token
 
     @property
     def done(self) -> int:
-        """Rows that have their fate."""
+        """Rows with an outcome."""
         return self.rows + self.refused + self.failed
 
     @property
@@ -133,7 +133,7 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Tokens a second, a mean since the first engine was ready."""
+        """Mean tokens per second since the first engine was ready."""
         return self.tokens / max(self.seconds, 1e-9)
 
     @property
@@ -142,7 +142,7 @@ class Progress:
         return min(self._spent.get("store_wait_seconds", 0.0) / max(self._spent.get("engine_seconds", 0.0), 1e-9), 1.0)
 
     def rates(self) -> tuple[float, float, float]:
-        """Rows, tokens and stored bytes a second, over the last ``WINDOW_S`` seconds or since the first engine."""
+        """Rows, tokens and stored bytes per second, over the last ``WINDOW_S`` seconds or since the first engine."""
         now = time.monotonic()
         since = self._first_token if self._first_token is not None else now
         if not self._window:
@@ -156,7 +156,7 @@ class Progress:
         return (self.done - rows) / seconds, (self.tokens - tokens) / seconds, (self.stored_bytes - nbytes) / seconds
 
     def snapshot(self) -> dict[str, Any]:
-        """How the attempt stands, as JSON values: what its heartbeat says to ``hsx top`` and ``hsx report``."""
+        """The attempt's progress as JSON values, which its heartbeat has for ``hsx top`` and ``hsx report``."""
         return {
             "rows": self._total,
             "tokens_per_second": round(self.rate, 1),
@@ -190,7 +190,7 @@ class Progress:
         return " · ".join(parts + ([f"paused by {self.paused}"] if self.paused else []))
 
     def show(self, running: int) -> None:
-        """Bring the display up to date; ``running`` rows are with replicas."""
+        """Update the display. ``running``: number of rows with replicas."""
         self._running = running
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, line=printable(self.line()))

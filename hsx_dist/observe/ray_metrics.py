@@ -1,4 +1,4 @@
-"""Export of a meter to Ray: every few seconds the increments go to ``ray.util.metrics``, which Prometheus scrapes."""
+"""Exports a meter to Ray: every few seconds, adds its increments to ``ray.util.metrics``, which Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ray.util.metrics import Counter, Gauge
 
 from hsx_dist.observe.metrics import METRICS, Increments, Meter
 
-#: Seconds between two looks at the meter. (Ray passes them on every ``metrics_report_interval_ms``, 10 s by default.)
+#: Seconds between two reads of the meter. (Ray reports them every ``metrics_report_interval_ms``, 10 s by default.)
 EVERY_S = 2.0
 
 
 class _Counter(Counter):
-    """A counter that can be shown before anything was added, which ``inc`` refuses."""
+    """A counter that can be exported as 0, which ``inc`` refuses."""
 
     def begin(self, tags: Mapping[str, str]) -> None:
         self._record(0, dict(tags))
@@ -41,7 +41,7 @@ class RayExport:
         self._tag_of = {m.name: m.tag for m in METRICS}
         self._lock = threading.Lock()
         self._end = threading.Event()
-        for m in METRICS:  # 0 is a number too: a rate needs a first value, and an alert must not wait for a first event
+        for m in METRICS:  # export 0: a rate needs a first value, and an alert must not wait for a first event
             if m.where == where and m.kind == "counter":
                 for value in m.values:
                     self._metrics[m.name].begin({**self._tags, **({m.tag: value} if m.tag else {})})
@@ -58,7 +58,7 @@ class RayExport:
             for (name, label), value in self._increments.take().items():
                 metric = self._metrics.get(name)
                 if metric is None:
-                    continue  # counted here by what belongs elsewhere
+                    continue  # a metric of another kind of process
                 tags = {**self._tags, self._tag_of[name]: label} if label else self._tags
                 if isinstance(metric, Counter):
                     metric.inc(value, tags)

@@ -1,4 +1,4 @@
-"""What a run holds, in a few lines."""
+"""A summary of a run in a few lines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RunSummary:
     refused: int
     failed: int
     conflicts: int
-    stopped: str = ""  # why it ended before its rows did: a limit's name and what it met, or what stopped it
+    stopped: str = ""  # why it ended before its last row: a limit's name and the reached value, or another reason
     check_passed: bool | None = None  # None: nothing was compared
 
     @classmethod
@@ -51,13 +51,13 @@ class RunSummary:
 
     @property
     def ratio(self) -> float:
-        """Raw bytes of the states a stored byte, token ids and headers included in the latter."""
+        """Raw bytes of the states per stored byte. Stored bytes include token ids and headers."""
         return self.raw_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
     @property
     def exit_status(self) -> int:
-        """0 when every row is stored or refused for a reason (not all of them), or a limit that was set ended the run,
-        and the comparison (if any) passed."""
+        """0 if every row is stored or refused (but not all are refused), or if a configured limit ended the run. The
+        comparison, if any, must also have passed. Otherwise 1."""
         nothing = self.refused and not self.samples  # no row was usable: the configuration is probably wrong
         stopped = self.stopped and not self.stopped.startswith(_LIMITS)
         bad = self.failed or self.conflicts or stopped or self.check_passed is False or nothing
@@ -65,7 +65,7 @@ class RunSummary:
 
 
 def print_summary(summary: RunSummary, manifest: Manifest, console: Console, computed: Progress | None) -> None:
-    """A table, three samples with their places in the store, and the refused and failed rows."""
+    """Print a table, three samples with their places in the store, and the refused and failed rows."""
     table = Table(title=f"run {summary.url}", title_justify="left", show_header=False)
     table.add_row("rows", f"{summary.samples:,} stored, {summary.refused:,} refused, {summary.failed:,} failed")
     table.add_row("tokens", f"{summary.tokens:,}")

@@ -1,4 +1,4 @@
-"""The progress of a run, from its store alone: the newest attempt's heartbeat has it."""
+"""The progress of a run, read from its store alone: the newest attempt's heartbeat contains it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from hsx_dist.format.runs import newest_and_complete, read_heartbeat
 from hsx_dist.observe.units import duration
 from hsx_dist.store import Store
 
-#: A heartbeat that has not changed for so long is called old; who takes over decides by looking twice.
+#: Age in seconds from which a heartbeat is shown as old. This proves no death: ``hsx gc`` and ``hsx rm`` observe
+#: whether the heartbeat changes.
 OLD_S = 30.0
 
 
 @dataclass(slots=True)
 class Standing:
-    """One look at a run. Rates are means between two looks, or since the attempt's first engine for the first one."""
+    """A run's state at one time. Rates are means since the previous ``Standing``, or since the first engine."""
 
     url: str
     model: str
     attempt: int
-    state: str  # not started, starting, running; complete, finished, failed, fenced, stopped: WHY
+    state: str  # not started, starting, running, complete, finished, failed, fenced, or "stopped: " and the reason
     age: float | None  # seconds since the last heartbeat, by the two machines' clocks
     progress: dict[str, Any] = field(default_factory=dict)
     rows_per_second: float = 0.0
@@ -41,18 +42,18 @@ class Standing:
 
     @property
     def fates(self) -> dict[str, Any]:
-        """Rows of this attempt by fate, and those that were done ``before`` it."""
+        """Rows of this attempt by outcome, and rows that were done ``before`` it."""
         found = self.progress.get("fates")
         return found if isinstance(found, dict) else {}
 
     @property
     def done(self) -> int:
-        """Rows that have their fate, those of earlier attempts included."""
+        """Rows with an outcome, including those of earlier attempts."""
         return sum(int(self.fates.get(name) or 0) for name in ("before", "stored", "refused", "failed"))
 
     @property
     def eta_seconds(self) -> float | None:
-        """Seconds until no row is left, at the present rate; None when there is none."""
+        """Seconds until no row is left, at the present rate. None without a rate."""
         if not self.total or self.rows_per_second <= 0 or self.state != "running":
             return None
         return max(self.total - self.done, 0) / self.rows_per_second
@@ -75,12 +76,12 @@ class Standing:
 
     @property
     def stale(self) -> bool:
-        """Said to run, and not heard of lately."""
+        """Whether the state is ``running``, but the last heartbeat is old."""
         return self.state == "running" and self.age is not None and self.age > OLD_S
 
 
 def look(root: Store, before: Standing | None = None) -> Standing:
-    """How the run at ``root`` stands now; rates since ``before``.
+    """Return the present state of the run at ``root``, with rates since ``before``.
 
     Raises:
         RunError: there is no run, or it is being removed.
@@ -108,12 +109,12 @@ def look(root: Store, before: Standing | None = None) -> Standing:
 
 
 def follow(root: Store, every: float) -> Iterator[Standing]:
-    """Look again and again, ``every`` seconds, until the attempt has ended."""
+    """Yield the run's state every ``every`` seconds until the attempt has ended."""
     standing: Standing | None = None
     while True:
         now = look(root, standing)
         if standing is not None and now.progress.get("seconds") == standing.progress.get("seconds"):
-            # The heartbeat has not changed: neither have the rates.
+            # The heartbeat has not changed, so the last rates are still the best.
             now.rows_per_second, now.tokens_per_second = standing.rows_per_second, standing.tokens_per_second
             now.bytes_per_second, now.waiting = standing.bytes_per_second, standing.waiting
         standing = now

@@ -1,4 +1,4 @@
-"""Numbers as people read them, the same in every command and report."""
+"""Formats of numbers for people, the same in every command and report."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Pages to parts: the sink (plain Python), a pool of threads in one process, a pool of Ray actors."""
+"""Turning pages into parts: the sink (plain Python), a pool of threads in one process, a pool of Ray actors."""

@@ -9,8 +9,8 @@ from hsx_dist.page import Page
 
 #: Minimum size of a call to a writer, if enough pages wait: an empty call costs a writer as much time as a MiB of data.
 CALL_BYTES = 1 << 20
-#: Default limit of unacknowledged bytes of a sender at other nodes' writers. Until the response, pages occupy the
-#: sender's object store in addition to the writer's, which alone the credits count.
+#: Default limit of unacknowledged bytes from a sender to writers on other nodes. Until the response, pages occupy the
+#: sender's object store in addition to the writer's. Credits count only the writer's.
 ABROAD_BYTES = 64 << 20
 
 

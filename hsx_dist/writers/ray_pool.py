@@ -71,11 +71,11 @@ class Answer:
 class Credits:
     """A writer's ``total`` bytes in equal shares for all active senders.
 
-    A sender learns of a smaller share only with its next call. Until then a new sender gets the bytes that the others'
-    shares leave.
+    A sender gets its smaller share only with its next call. Until then a new sender gets only the bytes that are in no
+    other sender's share.
     """
 
-    #: A sender without a call in so many seconds is inactive, and loses its share.
+    #: A sender without a call for this many seconds is inactive, and loses its share.
     LATELY = 60.0
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic):
@@ -120,7 +120,7 @@ class WriterActor:
                 on_retry=self._meter.retried,
             )
         except HsxError as e:
-            # An event and no exception: an actor whose constructor raises is dead for ever, and reports no reason.
+            # An event instead of an exception: an actor whose constructor raises is dead forever, without a reason.
             self._broken = f"{type(e).__name__}: {e}"
             self._events.put(Lost((), self._broken, fatal=True))
         else:
@@ -328,7 +328,8 @@ class RaySender:
                 # Small calls are filled first; otherwise many writers would mean many small calls.
                 small = [w for w in free if 0 < planned.get(id(w), 0) < CALL_BYTES]
                 return min(small or free, key=held)
-        # All full: wait for one of this node. All down: Ray keeps the call for the writer that is expected back first.
+        # If all are full, waits for one of this node. If all are down, Ray keeps the call for the writer that is
+        # expected back first.
         return min(here or up, key=held, default=None) or min(self._writers, key=lambda w: w.down_until)
 
     def _send_to(self, writer: _Writer, pages: list[Page]) -> None:

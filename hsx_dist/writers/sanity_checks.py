@@ -17,7 +17,7 @@ _INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000}
 
 @dataclass(slots=True)
 class SanityChecks:
-    """Findings for a segment: number of ``nonfinite`` rows, int64 ``[L]``; ``zero`` throughout, bool ``[L]``."""
+    """Findings for a segment. ``nonfinite``: number of such rows, int64 ``[L]``; ``zero``: all are zero, ``[L]``."""
 
     nonfinite: np.ndarray[Any, Any]
     zero: np.ndarray[Any, Any]

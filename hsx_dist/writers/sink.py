@@ -1,4 +1,4 @@
-"""``PartSink``: pages in, durable parts out. Plain Python without Ray; every pool of writers runs it."""
+"""``PartSink``: takes pages, and stores durable parts. Needs no Ray. Every pool of writers runs it."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class PartSink:
             size = filling.encoder.add(page, partial(scan.look, page.dtype))
             with self._lock:
                 filling.scan.join(scan)
-                # Of several threads that add to one segment, exactly one finds it complete *and* not yet removed.
+                # If several threads add to one segment, exactly one finds it complete *and* not yet removed.
                 here = self._filling.get(key) is filling and not filling.lost
                 if here:
                     grown += size
@@ -186,7 +186,7 @@ class PartSink:
             self.meter.add("encode_seconds", time.monotonic() - admitted)
 
     def _leave(self, filling: _Filling | None, key: Any, grown: int, done: bool) -> None:
-        """Account for what ``add`` did."""
+        """Update the counters after ``add``."""
         with self._lock:
             self._held += grown
             self._finishing -= done

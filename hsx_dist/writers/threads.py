@@ -51,7 +51,7 @@ class ThreadSender:
             self.sink.add(page, arrival)
         except HsxError as e:
             # The sink has reported ``Lost`` or is fenced; the receipts show which samples are missing.
-            log.debug("page %d of %s not encoded: %s", page.chunk, page.segment, e)
+            log.debug("page %d of %s was not encoded: %s", page.chunk, page.segment, e)
         except Exception:
             log.exception("page %d of %s was not encoded", page.chunk, page.segment)
         finally:

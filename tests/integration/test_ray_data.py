@@ -90,6 +90,6 @@ def test_a_run_is_read_and_exported_by_rays_tasks(ray_cluster: RayHead, tmp_path
     again = [sys.executable, "ray_jobs/export.py", url, str(tmp_path / "out"), "--to"]
     env = {**os.environ, **ray_cluster.env}
     done = subprocess.run([*again, "vllm"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
-    assert "0 files written, 30 were there; whole" in done.stdout, done.stdout + done.stderr[-4000:]
+    assert "0 files written, 30 existed before; complete" in done.stdout, done.stdout + done.stderr[-4000:]
     done = subprocess.run([*again, "nobody"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     assert (done.returncode, "expected one of" in done.stderr) == (2, True), done.stderr

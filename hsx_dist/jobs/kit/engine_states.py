@@ -1,9 +1,9 @@
-"""An engine's states against transformers, for each way in which vLLM runs: one engine a process.
+"""Compares an engine's states with transformers, for each way in which vLLM runs. Each process runs one engine.
 
     python -m hsx_dist.jobs.kit.engine_states CASE.json
 
 The model is a random Llama in bfloat16 that ``make_model`` writes; transformers computes the same tokens in float32. A
-case passes only if the engine really ran as the case says.
+case passes only if the engine ran as the case requires.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def cases(gpus: int) -> list[Case]:
 
 
 def cannot(case: Case, gpus: int, cores: int) -> str:
-    """Why a case cannot run on this machine; empty where it can."""
+    """Why a case cannot run on this machine. Empty if it can."""
     if gpus == 0 and case.asynchronous:
         return "vLLM's CPU platform switches asynchronous scheduling off"
     if gpus == 0 and case.v2:
@@ -155,7 +155,7 @@ def start(model: str, case: Case, output: str) -> Any:
         tensor_parallel_size=case.ranks,
         num_gpu_blocks_override=FEW_BLOCKS if case.preempt else None,
         gpu_memory_utilization=0.5,
-        disable_log_stats=False,  # vLLM's counters prove what happened
+        disable_log_stats=False,  # ``facts`` reads vLLM's counters
         speculative_config={
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
@@ -206,7 +206,7 @@ def prompts(case: Case) -> list[tuple[list[int], int]]:
 
 
 def run(model: str, case: Case) -> None:
-    """Run the case, and claim what it shows."""
+    """Run the case, and write its result with ``claim``."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -218,7 +218,7 @@ def run(model: str, case: Case) -> None:
         finally:
             llm.llm_engine.engine_core.shutdown()
     if other := [k for k, v in asdict(case).items() if getattr(ran, k) != v]:
-        claim("not run", f"vLLM ran otherwise: {ran.name}; it differs in {', '.join(other)}")
+        claim("not run", f"vLLM did not run as the case requires: {ran.name}; it differs in {', '.join(other)}")
         return
     reference = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -268,8 +268,8 @@ def generate(llm: Any, wanted: Sequence[tuple[list[int], int]]) -> tuple[list[An
 
 
 def greedy_slack(reference: Any, sequence: tuple[list[int], list[int]]) -> float:
-    """By how much the logit of a generated token is below the largest one at its place, in standard deviations of the
-    place's logits; the largest of all tokens. A token that the engine repeats or skips is far below."""
+    """The largest distance of a generated token's logit below the largest logit at its position, in standard deviations
+    of that position's logits. A token that the engine repeats or skips is far below."""
     import torch
 
     ids, answer = sequence

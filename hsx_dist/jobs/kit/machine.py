@@ -14,7 +14,7 @@ from hsx_dist.jobs.kit.report_page import about, write
 
 
 def examine_machine(report: Path | None, wanted: Sequence[engine_states.Case] | None = None) -> Iterator[Diagnosis]:
-    """Checks, each as soon as it is done. ``report``: folder for the page, written anew after each engine."""
+    """Yield each check as soon as it ends. ``report``: folder for the page, written again after each engine."""
     failed = False
     for check in doctor.examine(None):
         failed |= check.state == "fail"
@@ -33,7 +33,7 @@ def examine_machine(report: Path | None, wanted: Sequence[engine_states.Case] | 
 
 
 def _left_out(planned: Check) -> Check:
-    return Check(planned.group, planned.name, cannot="a check of the machine failed; mend that first")
+    return Check(planned.group, planned.name, cannot="a check of the machine failed; correct that first")
 
 
 def shown(outcome: Outcome) -> Diagnosis:

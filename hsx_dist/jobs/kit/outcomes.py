@@ -1,4 +1,4 @@
-"""Checks in child processes. A check has passed only if its own process wrote so, and then ended with status 0."""
+"""Checks in child processes. A check has passed only if its process wrote this result, and then ended with status 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from hsx_dist.jobs.kit.process import child
 
 OutcomeState = Literal["passed", "failed", "crashed", "timed out", "not run"]
-#: What a check's own process may claim.
+#: Results that a check's process may write.
 _Claim = Literal["passed", "failed", "not run"]
 
 #: Name of the variable with the file for a check's result.
@@ -40,7 +40,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a check. ``figures``: measured numbers, JSON types."""
+    """The result of a check. ``figures``: measured numbers, JSON types."""
 
     group: str
     name: str
@@ -61,7 +61,7 @@ def claim(state: _Claim, message: str, figures: Mapping[str, Any] | None = None)
 
 
 def run_check(check: Check) -> Outcome:
-    """Run the check's process, and end all that it started."""
+    """Run the check's process, and end all processes that it started."""
     if check.cannot:
         return Outcome(check.group, check.name, "not run", check.cannot)
     with tempfile.TemporaryDirectory(prefix="hsx-kit-") as folder:

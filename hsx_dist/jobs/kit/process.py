@@ -1,4 +1,4 @@
-"""Child processes: a log, a bounded wait, and an end by process id, with all that the process started."""
+"""Child processes with a log, a bounded wait, and an end by process id that includes their descendants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 class StartFailed(RuntimeError):
-    """A server did not come up; the message has the end of its log."""
+    """A server did not start. The message has the end of its log."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Child:
                     os.kill(pid, signal.SIGKILL)
 
     def wait_until(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Poll ``ready`` until it is true. ``StartFailed`` when the process ends or ``seconds`` are over before."""
+        """Poll ``ready`` until it is true. Raises ``StartFailed`` if the process ends before, or after ``seconds``."""
         end = time.monotonic() + seconds
         while not ready():
             code = self.process.poll()
@@ -90,7 +90,7 @@ def end_on_sigterm() -> None:
 
 
 def _descendants(pid: int) -> dict[int, str]:
-    """Process ids of all that ``pid`` started, and that those started, each with its time of birth."""
+    """Process ids of all descendants of ``pid``, each with its time of birth."""
     found = {int(p.name): _stat(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()}
     below: dict[int, str] = {}
     parents = {str(pid)}

@@ -50,7 +50,7 @@ def _driver() -> str:
 
 
 def write(folder: Path, found: Mapping[str, Any], outcomes: Sequence[Outcome], figures: Figures = NO_FIGURES) -> Path:
-    """Write ``gpu-report.html`` and ``gpu-report.json`` into ``folder``, whole or not at all; the page's path."""
+    """Write ``gpu-report.html`` and ``gpu-report.json`` into ``folder``, each atomically. Return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     body = {**found, "states": count(outcomes), "outcomes": [asdict(o) for o in outcomes]}
     for suffix, text in ((".json", json.dumps(body, indent=1) + "\n"), (".html", page(found, outcomes, figures))):
@@ -66,7 +66,7 @@ def count(outcomes: Sequence[Outcome]) -> dict[str, int]:
 
 
 def verdict(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """One word on the whole, and its CSS class. Checks that did not run leave the proof incomplete."""
+    """One word for all results, and its CSS class. Checks that did not run leave the proof incomplete."""
     if any(o.bad for o in outcomes):
         return "failed", "bad"
     if not any(o.state == "passed" for o in outcomes):

@@ -1,4 +1,4 @@
-"""One page about a run, made from its store: ``write_report``."""
+"""One page about a run, from its store: ``write_report``."""
 
 from hsx_dist.observe.report.document import write_report
 

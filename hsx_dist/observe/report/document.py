@@ -42,17 +42,17 @@ def write_report(
     decode: DecodeEach | None = None,
     model: str | None = None,
 ) -> str:
-    """The page about the run at ``store``, as HTML.
+    """Return the page about the run at ``store``, as HTML.
 
     Args:
-        chosen: keys of samples that are shown token by token; without any, a short, a middling and a long one.
+        chosen: keys of samples that are shown token by token. Default: a short, a medium and a long sample.
         samples: how many samples are read for norms and similarities.
         decode: token ids to the text of each; without it tokens are shown as ids.
-        model: folder or id of the model whose configuration attention patterns are computed with; without it they are
-            drawn of the built-in model alone.
+        model: folder or id of the model whose configuration is used for attention patterns. Without it they are drawn
+            only for the built-in model.
 
     Raises:
-        RunError: there is no run, or it is being removed. SampleNotFound: a chosen key is none of its.
+        RunError: there is no run, or it is being removed. SampleNotFound: the run has no sample of a chosen key.
         SampleConsumed, NotFound: a chosen sample is not stored any more.
         ConfigError: matplotlib is not installed; ``model`` cannot be loaded.
         StoreError, FormatError: something cannot be read.
@@ -62,7 +62,7 @@ def write_report(
     facts = gather_facts(run)
     with run.place.reading():
         for key in chosen:
-            run[key].token_ids("numpy")  # a sample that the caller names is not left out: raise if it is gone
+            run[key].token_ids("numpy")  # raises if a sample that the caller names is gone
         stored = select_stored(run)
         statistics = list(stored_statistics(run))
         shown = list(chosen) or _typical(stored)
@@ -83,7 +83,7 @@ def write_report(
 
 
 def _typical(samples: Selection) -> list[str]:
-    """A short, a middling and a long sample."""
+    """Return the keys of a short, a medium and a long sample."""
     by_length = sorted(zip(samples.lengths.tolist(), samples.keys(), strict=True))
     worth = [key for num_tokens, key in by_length if num_tokens > 1] or [key for _, key in by_length]
     return list(dict.fromkeys(worth[int(q * (len(worth) - 1))] for q in (0.25, 0.5, 0.9))) if worth else []
@@ -106,7 +106,7 @@ def _what_ran(facts: RunFacts) -> str:
     numbers += [(f"{c[name]:,}", label) for name, label in _GONE.items() if c[name]]
     if seconds > 0:
         computed = sum(float(a.progress.get("tokens") or 0) for a in facts.attempts)
-        numbers.append((f"{computed / seconds:,.0f}", "tokens a second"))
+        numbers.append((f"{computed / seconds:,.0f}", "tokens per second"))
     layers = facts.meaning.get("layers", [])
     deepest = facts.about.get("num_hidden_layers")
     of = f" of 0…{deepest}" if deepest is not None else ""
@@ -136,8 +136,8 @@ def _time(facts: RunFacts, canvas: Canvas) -> str:
     parts = []
     if len(facts.timeline.seconds):
         parts.append(
-            "<h2>Throughput</h2><p class=note>What became durable, by the receipts' times, spread over the time since "
-            "the receipt before. Engines load first."
+            "<h2>Throughput</h2><p class=note>Tokens and bytes that became durable, by the times of receipts. Each "
+            "part is spread over the time since the previous receipt. Engines load first."
             + (" Dotted lines: another attempt takes over." if len(facts.attempts) > 1 else "")
             + "</p>"
             + canvas.throughput(facts.timeline)
@@ -145,7 +145,7 @@ def _time(facts: RunFacts, canvas: Canvas) -> str:
     if any(a.counted("engine_seconds") for a in facts.attempts):
         parts.append(
             "<h2>Where time went</h2><p class=note>Seconds of all engines, and thread seconds of all writers. Writers "
-            "work beside the engines; what slows a run down is red.</p>" + canvas.where_time_went(facts.attempts)
+            "work in parallel with the engines. Red time slows a run down.</p>" + canvas.where_time_went(facts.attempts)
         )
     return f'<section id="time">{"".join(parts)}</section>' if parts else ""
 
@@ -172,7 +172,8 @@ def _failures(facts: RunFacts) -> str:
         for reason, n in reasons[:20]
     ]
     body = (
-        f'<table><tr><th>fate</th><th class="n">rows</th><th>reason (numbers left out)</th></tr>{"".join(rows)}</table>'
+        '<table><tr><th>outcome</th><th class="n">rows</th><th>reason (numbers left out)</th></tr>'
+        f"{''.join(rows)}</table>"
         if rows
         else f"<p class=note>{'Every row has its sample' if facts.complete else 'None so far'}.</p>"
     )
@@ -185,12 +186,12 @@ def _states(states: StateNumbers, canvas: Canvas) -> Iterable[str]:
         f"({states.dtype}, hidden size {states.hidden_size:,})."
     )
     yield (
-        f'<section id="states"><h2>Norms</h2><p class=note>{about} The first token is apart: in most models '
-        f"it is a sink with a norm of its own.</p>{canvas.norms(states)}"
+        f'<section id="states"><h2>Norms</h2><p class=note>{about} The first token is shown separately: in most models '
+        f"it is an attention sink with a very different norm.</p>{canvas.norms(states)}"
         '<div class="pair"><div><h2>Channels that stand out</h2><p class=note>Mean magnitude of a channel over that of '
-        "the layer's median channel. Such channels decide how well a lossy codec does.</p>"
+        "the layer's median channel. Such channels determine how well a lossy codec works.</p>"
         f"{canvas.outliers(states)}</div>"
-        "<div><h2>How alike are layers?</h2><p class=note>Mean cosine between the states of the same token in two "
+        "<div><h2>How similar are layers?</h2><p class=note>Mean cosine between the states of the same token in two "
         f"layers; first tokens left out.</p>{canvas.similarity(states)}</div></div></section>"
     )
 
@@ -208,8 +209,8 @@ def _statistics(layers: Sequence[LayerStatistics]) -> str:
         for own in sorted(layers, key=lambda own: (own.point, own.layer))
     )
     return (
-        '<section id="statistics"><h2>Statistics</h2><p class=note>As <code>hsx stats</code> stored them with the run. '
-        "Data sets scale by them.</p>"
+        '<section id="statistics"><h2>Statistics</h2><p class=note><code>hsx stats</code> stored them with the run. '
+        "Data sets use them for scaling.</p>"
         f'<table><tr><th>point</th><th class="n">layer</th>{head}</tr>{rows}</table></section>'
     )
 
@@ -217,7 +218,7 @@ def _statistics(layers: Sequence[LayerStatistics]) -> str:
 def _samples(states: StateNumbers, decode: DecodeEach | None) -> str:
     note = (
         'The norm of every token against the layer\'s median in this sample: smaller <span class="scale"></span> four '
-        "times and more. The number itself appears under the pointer."
+        "times and more. Point at a token to see its norm."
     )
     if decode is None:
         note += " Tokens are shown as ids. <code>hsx report --tokenizer FOLDER_OR_ID</code> shows their text."
@@ -248,15 +249,15 @@ def _attention(found: PromptAttention, decode: DecodeEach | None, canvas: Canvas
         why = (
             f"Not drawn: {escape(found.missing)}"
             if found.missing
-            else "Not drawn. The run has queries and keys. Patterns need the positions and the scale of their model, "
-            "which only you can name: <code>hsx report --model FOLDER_OR_ID</code>."
+            else "Not drawn. The run has queries and keys. Patterns also need the rotary positions and the scale of "
+            "their model. Name the model: <code>hsx report --model FOLDER_OR_ID</code>."
         )
         return f"{begin}<p class=note>{why}</p></section>"
     ids = [int(i) for i in found.token_ids]
     texts = decode(ids) if decode is not None else [f" {i}" for i in ids]
     note = (
-        f"From the stored queries and keys, by the positions and the scale of {escape(found.model)}. Each row is a "
-        "token, each column a token that it attends to. Colours are by the root of the weight. "
+        f"From the stored queries and keys, with the rotary positions and the scale of {escape(found.model)}. Each row "
+        "is a token, each column a token that it attends to. Colours show the square root of the weight. "
         f"Shown are {_part(len(ids), found.num_tokens, 'tokens', 'the first ')}, "
         f"{_part(len(found.layers), len(found.stored), 'stored layers')} and "
         f"{_part(len(found.layers[0].heads), found.layers[0].num_heads, 'heads')} "
@@ -292,7 +293,7 @@ def _token(text: str) -> str:
 
 
 def _color(ratio: float) -> str:
-    """Blue below the median, white at it, orange up to four times."""
+    """Return blue below the median, white at the median, orange up to four times the median."""
     if not np.isfinite(ratio):
         return "#c0504d"
     x = float(np.clip(np.log2(max(ratio, 1e-6)), -1, 2))
@@ -303,13 +304,13 @@ def _settings(facts: RunFacts) -> str:
     text = json.dumps({"meaning": dict(facts.meaning), "settings": dict(facts.settings)}, indent=1, ensure_ascii=False)
     lines = "\n".join(map(escape, text.split("\n")))
     return (
-        '<section id="settings"><h2>Settings</h2><p class=note>As the run keeps them, without credentials.</p>'
+        '<section id="settings"><h2>Settings</h2><p class=note>As stored in the run, without credentials.</p>'
         f"<details><summary>Show</summary><pre>{lines}</pre></details></section>"
     )
 
 
 def _when(text: str) -> str:
-    """ISO 8601 as people read it, in UTC; anything else as it is."""
+    """Return a time in ISO 8601 as text for people, in UTC. Other text is returned unchanged."""
     try:
         return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (ValueError, OverflowError, OSError):

@@ -1,4 +1,4 @@
-"""What a run's own objects say about it: attempts, receipts, headers of parts. No states are read here."""
+"""Facts about a run from its attempts, receipts and headers of parts. Reads no states."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hsx_dist.reading import Run
 from hsx_dist.reading.missing import missing_parts, stored_parts
 from hsx_dist.store import Store
 
-#: Parts whose headers are read for the sizes of layers.
+#: Number of parts whose headers are read for the sizes of layers.
 PARTS_LOOKED_AT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One driver's tenure: where and when it began, how it ended, what it counted."""
+    """One driver's attempt: where and when it began, how it ended, and its counters."""
 
     number: int
     created: str
@@ -35,14 +35,17 @@ class Attempt:
     progress: Mapping[str, Any]
 
     def counted(self, name: str) -> float:
-        """A sum over all its replicas or writers; 0 where it kept none."""
+        """A counter, summed over all replicas or writers of the attempt. 0 if the attempt did not store it."""
         return float(self.progress.get("counted", {}).get(name, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Parts in the order of their receipts, and the times at which attempts had their first engine, with zeros: before
-    it nothing can become durable. ``seconds`` since the run began; the others belong to one of them each."""
+    """Stored bytes and tokens over time.
+
+    One entry for each part, in the order of receipts, and an entry of zeros for each attempt's first engine: before it
+    nothing can become durable. ``seconds``: since the run began.
+    """
 
     seconds: np.ndarray[Any, Any]  # float64 [P]
     attempts: np.ndarray[Any, Any]  # int64 [P]
@@ -53,7 +56,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
-    """Raw and stored bytes of one layer of a point in the parts that were looked at."""
+    """Raw and stored bytes of one layer of a point in the inspected parts."""
 
     layer: int
     raw: int
@@ -67,7 +70,7 @@ class LayerSize:
 
 @dataclass(slots=True)
 class RunFacts:
-    """Everything of the page that needs no states."""
+    """The facts on the page that need no states."""
 
     url: str
     complete: bool
@@ -152,7 +155,7 @@ def _attempt(store: Store, number: int, complete: Mapping[str, Any] | None, newe
     if complete is not None and complete["attempt"] == number:
         state = "complete"
     elif state == "running" and number < newest:
-        state = "vanished"  # it never said that it ended, and another one took over
+        state = "vanished"  # it did not record its end, and another attempt took over
     return Attempt(
         number,
         str(about.get("created", "?")),
@@ -167,7 +170,7 @@ def _timeline(run: Run, attempts: list[Attempt]) -> Timeline:
     for receipt in run.manifest.parts.values():
         at = _time(receipt.created)
         if at is None:
-            continue  # its time is for people only; a receipt without a readable one counts everywhere else
+            continue  # a receipt without a readable time is only missing here
         tokens = sum(p.segment.num_tokens for p in receipt.segments if p.segment.column == 0)
         rows.append((at, receipt.attempt, tokens, receipt.raw_bytes, receipt.size))
     for attempt in attempts if rows else ():
@@ -177,14 +180,14 @@ def _timeline(run: Run, attempts: list[Attempt]) -> Timeline:
             rows.append((at, attempt.number, 0, 0, 0))
     table = np.array(sorted(rows), np.float64).reshape(len(rows), 5)
     began = _time(str(run.info.get("created", "")))
-    # Clocks of several machines: no receipt came before the run was made.
+    # Machines' clocks differ: a receipt may seem older than the run.
     first = min(began if began is not None else np.inf, table[0, 0]) if len(table) else 0.0
     whole = table[:, 1:].astype(np.int64)
     return Timeline(table[:, 0] - first, whole[:, 0], whole[:, 1], whole[:, 2], whole[:, 3])
 
 
 def _time(text: str) -> float | None:
-    """Unix time of ISO 8601; None for anything else."""
+    """Return the Unix time of a text in ISO 8601, or None for other text."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError, OSError):
@@ -192,7 +195,7 @@ def _time(text: str) -> float | None:
 
 
 def _reasons(fates: Mapping[str, RowFate]) -> list[tuple[str, int]]:
-    """Rows by reason. Numbers and quoted words are removed, as they differ from row to row."""
+    """Count rows by reason. Words with digits are replaced, because they differ from row to row."""
     return Counter(_kind(fate.reason) for fate in fates.values()).most_common()
 
 

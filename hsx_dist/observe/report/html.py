@@ -1,4 +1,4 @@
-"""What self-contained pages share. A browser loads nothing else for them, and runs no script."""
+"""The frame of self-contained pages. A browser loads no other file for them, and runs no script."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ pre { background: #f4f6f8; padding: 10px; overflow: auto; font-size: 12.5px; }
 
 
 def document(title: str, body: str) -> str:
-    """A page. ``body``: HTML, all text in it escaped."""
+    """Return a page. ``body``: HTML in which all text is escaped."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -58,10 +58,10 @@ def document(title: str, body: str) -> str:
 
 
 def escape(text: str) -> str:
-    """``text`` as it may stand in the page: no markup, and no characters that turn the text around it."""
+    """Escape ``text`` for HTML. Also escapes bidirectional overrides, which could reverse the text around them."""
     return html.escape(printable(text))
 
 
 def table(rows: Iterable[tuple[str, Any]]) -> str:
-    """Names and values."""
+    """Return a table of names and values."""
     return f"<table>{''.join(f'<tr><th>{escape(n)}</th><td>{escape(str(v))}</td></tr>' for n, v in rows)}</table>"

@@ -1,4 +1,4 @@
-"""The report's plots: matplotlib figures as SVG text, which a page holds without any script or network."""
+"""The report's plots: matplotlib figures as SVG text, which a page shows without scripts and without a network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, RED, GREY = "#3465a4", "#d9822b", "#4c9a5b", "#c0504d", "#b8bec6"
 _STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",  # text stays text: it can be selected, and wears the page's font
+    "svg.fonttype": "none",  # text stays text: it can be selected, and has the page's font
     "svg.hashsalt": "hsx",  # the same figure gives the same bytes
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -42,14 +42,14 @@ _STYLE: dict[str, Any] = {
     "legend.frameon": False,
 }
 
-#: matplotlib reads it in the working folder, which may be a downloaded run. It can make matplotlib run TeX.
+#: matplotlib reads this file in the working folder, which may be a downloaded run. It can make matplotlib run TeX.
 SETTINGS = "matplotlibrc"
 #: Ticks of logarithmic axes: 1, 2, 5, 10, …
 _ROUND = [digit * 10**power for power in range(8) for digit in (1, 2, 5)]
 
 
 class Canvas:
-    """Draws one figure after the other. Making one imports matplotlib.
+    """Draws figures one after another. The constructor imports matplotlib.
 
     Raises:
         ConfigError: matplotlib is not installed; the working folder, which may be a run, has settings for it.
@@ -65,13 +65,13 @@ class Canvas:
             import matplotlib
             from matplotlib.figure import Figure
         except ImportError as e:
-            raise ConfigError("a report needs matplotlib: install hsx-dist[report]") from e
+            raise ConfigError("expected matplotlib for a report, got none. Install hsx-dist[report]") from e
         self._style = lambda: matplotlib.rc_context(_STYLE)
         self._figure = Figure
         self._drawn = 0
 
     def _draw(self, fill: Any, width: float, height: float, label: str) -> str:
-        """SVG of a figure of ``width`` by ``height`` inches that ``fill(figure)`` fills; ``label`` is its name."""
+        """Return SVG of a figure of ``width`` by ``height`` inches, drawn by ``fill(figure)``. ``label``: its name."""
         with self._style():
             figure = self._figure(figsize=(width, height), layout="constrained")
             fill(figure)
@@ -79,7 +79,7 @@ class Canvas:
             figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         text = out.getvalue()
         text = text[text.index("<svg") :]
-        # Ids must not meet those of the page's other figures.
+        # Ids must differ from those of the page's other figures.
         self._drawn += 1
         text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>f{self._drawn}-", text)
         text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -88,7 +88,7 @@ class Canvas:
     # -- where time went -----------------------------------------------------------------------------------------
 
     def throughput(self, timeline: Timeline) -> str:
-        """Tokens and bytes that became durable, over time."""
+        """Draw the tokens and bytes that became durable over time."""
 
         def fill(figure: Figure) -> None:
             left, right = figure.subplots(1, 2)
@@ -96,10 +96,10 @@ class Canvas:
             bins = np.linspace(0, end, 61)
             scale, unit = _time_unit(end)
             for axes, values, name, color, by in (
-                (left, timeline.tokens, "tokens a second", BLUE, 1.0),
-                (right, timeline.raw_bytes, "MB a second, before encoding", ORANGE, 1e6),
+                (left, timeline.tokens, "tokens per second", BLUE, 1.0),
+                (right, timeline.raw_bytes, "MB per second, before encoding", ORANGE, 1e6),
             ):
-                # The tokens of a part are spread evenly over the time since the receipt before.
+                # The tokens of a part are spread evenly over the time since the previous receipt.
                 stored = np.interp(bins, [0.0, *timeline.seconds], [0.0, *np.cumsum(values / by)])
                 rates = np.diff(stored) / np.diff(bins)
                 axes.stairs(rates, bins / scale, fill=True, color=color, alpha=0.35)
@@ -113,7 +113,7 @@ class Canvas:
         return self._draw(fill, 9.6, 2.6, "Throughput over time")
 
     def where_time_went(self, attempts: Sequence[Attempt]) -> str:
-        """Seconds of engines and of writers by what they did, a bar each and attempt."""
+        """Draw the seconds of engines and of writers by activity: one bar for each, over all attempts."""
 
         def total(name: str) -> float:
             return sum(a.counted(name) for a in attempts)
@@ -151,7 +151,7 @@ class Canvas:
                 axes.set_xlim(0, whole)
                 axes.grid(visible=False)
                 axes.set_ylim(-0.4, 0.4)
-                # The labels say the seconds; an axis of each bar's own would only invite comparing the two.
+                # The labels have the seconds. The bars have different scales, so axes would mislead.
                 axes.set_xticks([])
                 axes.spines[["left", "bottom"]].set_visible(False)
                 axes.tick_params(left=False)
@@ -162,7 +162,7 @@ class Canvas:
     # -- stored states -------------------------------------------------------------------------------------------
 
     def layer_sizes(self, sizes: Sequence[LayerSize]) -> str:
-        """Stored bytes of each layer, as a share of its raw ones; of very many layers some, evenly spread."""
+        """Draw each layer's stored bytes as a share of its raw bytes. Of very many layers, draws evenly spaced ones."""
         sizes = spread(sizes, MOST_LAYERS)
 
         def fill(figure: Figure) -> None:
@@ -182,7 +182,7 @@ class Canvas:
         return self._draw(fill, 4.8, 2.7, "Stored bytes by layer")
 
     def lengths(self, lengths: np.ndarray[Any, Any]) -> str:
-        """How many tokens samples have."""
+        """Draw a histogram of the samples' lengths in tokens."""
 
         def fill(figure: Figure) -> None:
             axes = figure.subplots()
@@ -209,7 +209,7 @@ class Canvas:
     # -- what the states look like -------------------------------------------------------------------------------
 
     def norms(self, numbers: StateNumbers) -> str:
-        """Norms of the states by layer."""
+        """Draw norms of the states by layer."""
 
         def fill(figure: Figure) -> None:
             axes = figure.subplots()
@@ -227,7 +227,7 @@ class Canvas:
         return self._draw(fill, 9.6, 3.0, "Norms by layer")
 
     def outliers(self, numbers: StateNumbers) -> str:
-        """The channels that stand out most, in each layer."""
+        """Draw the channels that stand out most, in each layer."""
 
         def fill(figure: Figure) -> None:
             axes = figure.subplots()
@@ -245,7 +245,7 @@ class Canvas:
         return self._draw(fill, 4.8, 3.8, "Channels that stand out")
 
     def similarity(self, numbers: StateNumbers) -> str:
-        """Mean cosine between the states of one token in two layers."""
+        """Draw the mean cosine between the states of one token in two layers."""
 
         def fill(figure: Figure) -> None:
             axes = figure.subplots()
@@ -267,7 +267,7 @@ class Canvas:
     # -- which tokens heads attend to ------------------------------------------------------------------------------
 
     def attention(self, found: LayerPatterns) -> str:
-        """A map for each head: a row for each token, and in it a column for each token that it attends to."""
+        """Draw a map for each head: a row for each token, and a column for each token that it attends to."""
         columns = 8 if len(found.heads) > 12 else 6
         rows = -(-len(found.heads) // columns)
         n = found.patterns.shape[1]
@@ -310,5 +310,5 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 
 def _share(part: float) -> str:
-    """Percent; a part that rounds to nothing, or to all, is not called that."""
+    """Return a share in percent. Avoids 0% for a share above 0, and 100% for a share below 1."""
     return "<1%" if 0 < part < 0.005 else ">99%" if 0.995 <= part < 1 else f"{part:.0%}"

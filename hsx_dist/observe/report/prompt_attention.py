@@ -15,13 +15,13 @@ from hsx_dist.observe.report.states import spread
 from hsx_dist.reading import Run, Sample
 from hsx_dist.reading.stored import read_stored
 
-#: The most that is drawn. Of more layers and heads some that are evenly spread; of more tokens the first ones.
+#: Limits of a drawing. Of more layers and heads, the report draws evenly spaced ones; of more tokens, the first ones.
 LAYERS_DRAWN, HEADS_DRAWN, TOKENS_DRAWN = 4, 16, 48
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPatterns:
-    """One layer. ``patterns``: float32 ``[len(heads), n, n]``; ``last``: what the last of the tokens attends to, the
+    """Patterns of one layer. ``patterns``: float32 ``[len(heads), n, n]``. ``last``: attention of the last token, the
     mean of all ``num_heads`` heads, float32 ``[n]``."""
 
     layer: int
@@ -33,7 +33,7 @@ class LayerPatterns:
 
 @dataclass(frozen=True, slots=True)
 class PromptAttention:
-    """Patterns of the first tokens of a sample; ``missing``: why there are none. ``token_ids``: int64 ``[n]``;
+    """Patterns of the first tokens of a sample. ``missing``: why there are none. ``token_ids``: int64 ``[n]``.
     ``stored``: the layers whose queries and keys the sample has."""
 
     key: str
@@ -46,10 +46,10 @@ class PromptAttention:
 
 
 def gather_attention(run: Run, keys: Sequence[str], model: str | None) -> PromptAttention | None:
-    """The patterns of the first of the samples ``keys`` that has queries and keys; None if none of them has.
+    """Return the patterns of the first of the samples ``keys`` that has queries and keys. None if no sample has them.
 
     Args:
-        model: the viewer's choice, a folder or an id. Without it only the built-in model is used: a run does not choose
+        model: the reader's choice, a folder or an id. Without it only the built-in model is used: a run must not choose
             what its reader loads.
 
     Raises:
@@ -77,7 +77,9 @@ def gather_attention(run: Run, keys: Sequence[str], model: str | None) -> Prompt
 def _drawn(about: PromptAttention, sample: Sample, patterns: AttentionPatterns) -> PromptAttention:
     layers = patterns.layers(sample)
     if not layers:
-        raise ConfigError(f"{patterns.model}: expected the points q and k of a layer, got its normed ones alone")
+        raise ConfigError(
+            f"{patterns.model}: expected the points q and k of a layer, got only q_norm and k_norm. Capture q and k"
+        )
     tokens = min(sample.num_tokens, TOKENS_DRAWN)
     return replace(
         about,

@@ -1,4 +1,4 @@
-"""What a few samples' states look like: norms, channels that stand out, how alike layers are."""
+"""Numbers about the states of a few samples: norms, channels that stand out, and similarity of layers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hsx_dist.reading import Run, Sample
 from hsx_dist.reading.stored import read_stored
 
 T = TypeVar("T")
-#: Bytes of states, as float32, that are held at once; of a longer sample the first tokens are taken.
+#: Limit of the bytes of states, as float32, in memory at once. Of a longer sample, only the first tokens are read.
 HELD_BYTES = 128 << 20
 #: Tokens of a sample that are shown one by one.
 TOKENS_SHOWN = 96
-#: Channels that are shown.
+#: Number of channels that are shown.
 CHANNELS_SHOWN = 16
-#: The most layers that are compared and drawn; of more, which no model has, some that are evenly spread.
+#: Limit of the layers that are compared and drawn. Of more, which no model has, evenly spaced ones are used.
 MOST_LAYERS = 256
 
 
@@ -51,21 +51,21 @@ class StateNumbers:
 
 
 def spread(items: Sequence[T], n: int) -> list[T]:
-    """``n`` items, evenly spread over ``items``, the first and the last among them."""
+    """Return ``n`` items, evenly spread over ``items``, including the first and the last."""
     if len(items) <= n:
         return list(items)
     return [items[round(i * (len(items) - 1) / max(n - 1, 1))] for i in range(n)]
 
 
 def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> StateNumbers | None:
-    """Read the samples ``keys`` for the numbers, and ``chosen`` token by token; None when there is no sample.
+    """Read the samples ``keys`` for the numbers, and ``chosen`` token by token.
 
-    None, too, when none has hidden states, of which these numbers are, and when the numbers of each layer and channel
-    would exceed ``HELD_BYTES``. Samples whose layers or width differ from the first one's (a request may choose its
-    layers) are left out, and those whose parts are not stored any more.
+    Returns None if no sample has hidden states, or if the numbers of each layer and channel would exceed
+    ``HELD_BYTES``. Leaves out samples whose parts are not stored any more, and samples whose layers or width differ
+    from the first one's (a request may choose its layers).
 
     Raises:
-        SampleNotFound: a chosen key is none of the run's.
+        SampleNotFound: the run has no sample of a chosen key.
         StoreError, FormatError: something cannot be read.
     """
     keys = list(dict.fromkeys([*chosen, *keys]))
@@ -96,7 +96,7 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
 
 
 class _Sums:
-    """What ``StateNumbers`` are made of, over the samples that were added."""
+    """Sums over the added samples, from which ``StateNumbers`` are computed."""
 
     def __init__(self, layers: tuple[int, ...], hidden: int):
         self._layers, self._hidden = layers, hidden
@@ -107,7 +107,7 @@ class _Sums:
         self._tokens = 0
 
     def add(self, states: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The norms ``[T, L]`` of a sample's states."""
+        """Add a sample's states. Return their norms ``[T, L]``."""
         with np.errstate(over="ignore", invalid="ignore"):  # rows that are not finite are shown, and left out below
             norm: np.ndarray[Any, Any] = np.linalg.norm(states, axis=2)
         self.begins.append(norm[0])
@@ -117,7 +117,7 @@ class _Sums:
         states = states[1:][rest]
         self._magnitude += np.abs(states).sum(axis=0, dtype=np.float64)
         unit = states / np.maximum(norm[1:][rest], 1e-30)[:, :, None]
-        # One product a sample, [L, T * H] by [T * H, L]: a product a token would hold [T, L, L] at once.
+        # One product per sample, [L, T * H] by [T * H, L]: a product per token would hold [T, L, L] at once.
         flat = unit.transpose(1, 0, 2).reshape(len(self._layers), -1)
         self._cosines += flat @ flat.T
         self._tokens += len(states)

@@ -167,7 +167,7 @@ def test_export_from_the_shell(store: Store, tmp_path: Path, capsys: pytest.Capt
     said = json.loads(capsys.readouterr().out)
     assert (said["written"], said["finished"]) == (3, False)
     assert hsx("export", store.url, str(tmp_path / "out"), "--to", "vllm") == 0
-    assert "3 files written, 3 were there; whole" in capsys.readouterr().out
+    assert "3 files written, 3 existed before; complete" in capsys.readouterr().out
     assert hsx("export", store.url, str(tmp_path / "x"), "--to", "specforge-eagle3") == 2
     assert "without [27]" in capsys.readouterr().err
     assert hsx("export", store.url, str(tmp_path / "x"), "--to", "vllm", "--shard", "a") == 2

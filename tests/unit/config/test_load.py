@@ -145,7 +145,7 @@ def test_what_is_passed_on_is_left_alone() -> None:
         (None, "no such file"),
         ("- 1\n", "expected a mapping"),
         ("a: [1\n", "line 2"),
-        ("model: a\nmodel: b\n", "stands twice"),
+        ("model: a\nmodel: b\n", "is given twice"),
         ("\tx", "expected YAML"),
         ("output: 2024-13-45\n", "expected YAML"),
         (f"task_rows: {'9' * 5000}\n", "expected YAML"),

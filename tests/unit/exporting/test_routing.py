@@ -66,7 +66,7 @@ def test_what_has_no_routes_is_refused(hooked: HookedModel, tmp_path: Path) -> N
     for refused, options, message in (
         (run_with(hooked, {"mlp_out": (1,)}), ExportOptions(), "expected the point topk_ids, got mlp_out"),
         (run, ExportOptions(aux_layers=(0, 1)), r"expected layers among \[0, 2, 4\], got \[1\] too"),
-        (run_with(hooked, WEIGHTED, "ab\ud800"), ExportOptions(), "expected text that UTF-8 holds"),
+        (run_with(hooked, WEIGHTED, "ab\ud800"), ExportOptions(), "expected valid Unicode"),
     ):
         with pytest.raises(ConfigError, match=message):
             export_run(refused, "routing", tmp_path / "x", options)

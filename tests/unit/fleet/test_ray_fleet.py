@@ -184,7 +184,7 @@ def test_a_group_that_fits_no_node_spans_them_with_a_bundle_a_rank_and_rank_0_sh
     assert arguments["distributed_executor_backend"] == "ray"
     assert arguments["kv_transfer_config"]["kv_connector_extra_config"]["hsx"]["owners"] == 1
     room_for(settings, found, nodes)
-    with pytest.raises(ConfigError, match="too little of GPU"):
+    with pytest.raises(ConfigError, match="too little GPU"):
         room_for(settings, found, nodes[:1])
 
 

@@ -71,7 +71,7 @@ def test_nothing_left_after_tokenising(tokenizer: Any) -> None:
 
 
 def test_a_template_that_refuses(tokenizer: Any) -> None:
-    with pytest.raises(InputError, match="chat template takes, got TemplateError: no tools here"):
+    with pytest.raises(InputError, match="chat template accepts, got TemplateError: no tools here"):
         RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=[{"role": "tool", "content": "a"}]))
 
 

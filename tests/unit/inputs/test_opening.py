@@ -23,10 +23,10 @@ def test_allow_starts_and_goes_on(tmp_path):
 
 
 def test_must_wants_a_run_and_never_wants_none(tmp_path):
-    with pytest.raises(RunMismatch, match="resume: must"):
+    with pytest.raises(RunMismatch, match="for resume=must, got none"):
         opened(tmp_path, "must")
     opened(tmp_path, "never")
-    with pytest.raises(RunMismatch, match="resume: never"):
+    with pytest.raises(RunMismatch, match="for resume=never, got one"):
         opened(tmp_path, "never")
     opened(tmp_path, "must")
 
@@ -35,8 +35,8 @@ def test_another_meaning_is_refused_and_every_field_that_differs_is_named(tmp_pa
     opened(tmp_path)
     with pytest.raises(RunMismatch) as e:
         opened(tmp_path, model="other", layers=[2])
-    assert "model: the run has 'm', this is 'other'" in str(e.value)
-    assert "layers: the run has [1], this is [2]" in str(e.value)
+    assert "model='other' (stored: 'm')" in str(e.value)
+    assert "layers=[2] (stored: [1])" in str(e.value)
     assert "template" not in str(e.value)
 
 

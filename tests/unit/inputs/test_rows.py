@@ -74,8 +74,8 @@ def test_other_field_names(tmp_path: Path) -> None:
         (b'{"text": "\\ud800"}', "text: expected valid Unicode"),
         ({"messages": []}, "messages: expected a list of messages, got an empty list"),
         ({"messages": "hi"}, "messages: expected a list of messages, got a string"),
-        ({"messages": [{"content": "x"}]}, "messages: expected objects with a role"),
-        ({"messages": ["x"]}, "messages: expected objects with a role"),
+        ({"messages": [{"content": "x"}]}, "messages: expected message 0 to be an object with a role"),
+        ({"messages": ["x"]}, "messages: expected message 0 to be an object with a role"),
         ({"messages": [{"role": "user", "content": 3}]}, "content of message 0"),
         ({"token_ids": []}, "token_ids: expected a list of token ids, got an empty list"),
         ({"token_ids": [1, -1]}, "got '-1' at position 1"),
@@ -127,7 +127,7 @@ def test_an_id_never_names_the_place_of_a_row(tmp_path: Path) -> None:
     other = {"id": "out#00000001", "text": "fine"}
     first, second, third = read(write(tmp_path / "in.jsonl", taken, b"nope", other))
     assert isinstance(first, RowFate)
-    assert "expected a key that names no row of the input, got 'in#00000001'. Use another id" in first.reason
+    assert "expected a key that no refused row can have, got 'in#00000001'. Use another id" in first.reason
     assert (first.key, second.key, third.key) == ("in#00000000", "in#00000001", "out#00000001")
 
     write(tmp_path / "a.jsonl", {"id": "b#00000000", "text": "fine"})

@@ -258,7 +258,7 @@ def test_limit_reads_no_further(tmp_path: Path) -> None:
         ({"text": "x", "loss_mask": [0, 1.0]}, "got '1.0' at position 1"),
         ({"text": "x", "loss_mask": "01"}, "expected a list of 0 and 1, got a string"),
         ({"messages": MESSAGES, "tools": "f"}, "tools: expected a list of tools"),
-        ({"text": "x", "more": {"deep": b"bytes"}}, "more: expected what JSON can hold, got bytes"),
+        ({"text": "x", "more": {"deep": b"bytes"}}, "more: expected a value that JSON can hold, got bytes"),
         ({"text": "x", "more": "y" * 70_000}, "metadata: expected at most 65536 bytes"),
         ({"text": "x", "more": "\ud800"}, "more: expected valid Unicode"),
     ],

@@ -80,7 +80,7 @@ def test_models(tiny_model_path: Path, tmp_path: Path) -> None:
     found = check_model(config(tiny_model_path, layers=[1, "last"]))
     assert [c.state for c in found] == ["ok", "ok"]
     assert "layers [1, 4] of 0…4" in found[0].message
-    assert "LlamaForCausalLM gives its hidden states" in found[1].message
+    assert "LlamaForCausalLM supports hidden states" in found[1].message
     assert state(examine(config(tiny_model_path, layers=[9])), "model") == "fail"
     assert state(examine(config(tmp_path)), "model") == "fail"
 
@@ -164,7 +164,9 @@ def test_the_command_says_a_line_a_check_and_fails(
 def test_an_engine_is_not_started_after_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("hsx_dist.jobs.doctor_engine.measure", lambda _: pytest.fail("an engine was started"))
     found = list(examine(config(tmp_path), engine=True))
-    assert found[-1] == Diagnosis("engine", "warn", "was not started, as a check before it failed; mend that first")
+    assert found[-1] == Diagnosis(
+        "engine", "warn", "was not started, because an earlier check failed; correct that first"
+    )
 
 
 def test_a_node_with_other_versions(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_a_node_with_other_versions(tmp_path: Path) -> None:
     assert state(examine_node(made, {}, False, versions()), "versions") == "ok"
     (other,) = [c for c in examine_node(made, {}, False, "Python 3.9, hsx 0.0.1") if c.name == "versions"]
     assert other.state == "fail"
-    assert "expected the driver's, Python 3.9, hsx 0.0.1, found Python" in other.message
+    assert "expected the driver's versions, Python 3.9, hsx 0.0.1, got Python" in other.message
 
 
 def test_a_cuda_build_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

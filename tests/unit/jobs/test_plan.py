@@ -156,7 +156,7 @@ def test_the_host_memory_of_a_replica_and_its_writers(
     text, _, document = capsys.readouterr().out.partition("{")
     assert json.loads("{" + document)["host"] == {"ring": 600_000_000, "writer": 250_000_000, "writers": writers}
     assert "600.0 MB in the rings of a replica" in text
-    assert f"250.0 MB in each writer ({writers} a node)" in text
+    assert f"250.0 MB in each writer ({writers} per node)" in text
 
 
 def test_the_command(tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

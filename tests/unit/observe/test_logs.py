@@ -54,7 +54,7 @@ def test_what_comes_again_and_again_is_counted():
     now = WINDOW_S
     again = record("lost %d", 1)
     assert often.filter(again)
-    assert f"lost 1 (and {1000 - OFTEN} more like it were left out)" in Structured().format(again)
+    assert f"lost 1 (and {1000 - OFTEN} similar lines were left out)" in Structured().format(again)
     assert sum(often.filter(record("lost %d", i)) for i in range(1000)) == OFTEN - 1
 
 

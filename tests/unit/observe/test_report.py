@@ -266,7 +266,7 @@ def test_attention_is_drawn_by_the_viewers_model_alone(
     model, store, right = attended
     assert 'id="attention"' not in write_report(small_run, model=str(model))  # the run has neither queries nor keys
     page = write_report(store)
-    assert "which only you can name" in page
+    assert "Name the model: " in page
     assert "Attention patterns of layer" not in page
     page = write_report(store, chosen=["s-1"], model=str(model), decode=lambda ids: [f"<{i}>" for i in ids])
     section = page.split('id="attention"')[1].split("</section>")[0]

@@ -148,7 +148,7 @@ def test_a_file_of_another_user_stops_no_gc(prefix):
     assert sorted(found["denied"]) == [".hsx-unfinished-x", "bad.error.json"]
     assert (prefix / "bad.error.json").exists()
     out, _ = as_a_user(GC, str(prefix), "--delete")
-    assert "2 files may not be removed, and stay" in out
+    assert "2 files may not be removed by this user, and stay" in out
 
 
 def test_an_object_in_use_is_tried_again_and_reported(prefix):
