@@ -95,12 +95,12 @@ class InputConfig(Settings):
     path: str = Field(
         default="",
         description="A file, a folder or a glob (**, *, ?, […]), local or any fsspec URL; JSONL and text may be "
-        "compressed (.gz, .zst, .bz2, .xz). Empty: the rows are handed over in Python.",
+        "compressed (.gz, .zst, .bz2, .xz). Empty: a Python program passes the rows.",
     )
     format: Literal["auto", "jsonl", "text", "parquet", "arrow", "dataset"] = Field(
         default="auto",
-        description="How rows are written. jsonl: an object a line; text: a row a line; arrow: IPC files and streams, "
-        "Feather; dataset: a folder of Hugging Face save_to_disk. auto: by name, and by what a folder holds.",
+        description="Format of the files. jsonl: one object per line; text: one row per line; arrow: IPC files and "
+        "streams, Feather; dataset: a folder of Hugging Face save_to_disk. auto: chosen by names and by a folder's content.",
     )
     split: str | None = Field(
         default=None, description="Split of a saved DatasetDict. null: all of them, in the order that it names."
@@ -130,8 +130,8 @@ class InputConfig(Settings):
     loss_roles: list[str] | None = Field(
         default=None,
         min_length=1,
-        description="Derive the loss mask of chats: 1 for what messages of these roles say, e.g. [assistant]. A row's "
-        "own mask goes before.",
+        description="Derive the loss mask of chats: 1 for the tokens of messages with these roles, e.g. [assistant]. "
+        "A mask in the row has priority.",
     )
     metadata: list[str] = Field(
         default_factory=list, description="Names of further fields that are stored with each sample, as JSON."
@@ -141,28 +141,32 @@ class InputConfig(Settings):
     )
     too_long: Literal["skip", "truncate", "fail"] = Field(
         default="skip",
-        description="A row longer than that. skip: refused, with the reason; truncate: its first tokens; fail: it "
-        "counts as failed, and so does the run.",
+        description="What happens to a row longer than max_length. skip: it is refused, with the reason; truncate: "
+        "only its first tokens are used; fail: it counts as failed, and so does the run.",
     )
     max_row_bytes: Bytes = Field(
         default=ByteSize(16 * _MIB),
-        description="Longest line, decompressed, or row of a table. A longer one is refused without being held. A row "
-        "may take 12 times as much as Python objects.",
+        description="Largest line (decompressed) or table row. A larger row is refused without being read into memory. "
+        "As Python objects, a row may take 12 times as much.",
     )
     sample: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Take this share of the rows, chosen by a hash of their place; a larger share holds a smaller.",
+        description="Share of the rows to take, chosen by a hash of their place. A larger share contains a smaller.",
     )
     sample_seed: int = Field(default=0, description="Seed for sampling rows.")
-    num_shards: int = Field(default=1, ge=1, description="Divide the input among this many separate runs …")
-    shard_index: int = Field(default=0, ge=0, description="… and take the rows of this run: number % num_shards.")
+    num_shards: int = Field(default=1, ge=1, description="Number of separate runs that divide the input.")
+    shard_index: int = Field(
+        default=0, ge=0, description="The shard of this run. It takes the rows with number % num_shards == shard_index."
+    )
     limit: int | None = Field(
-        default=None, ge=0, description="Take at most so many rows (of those that sample and shard leave), refused too."
+        default=None,
+        ge=0,
+        description="Largest number of rows to take after sample and num_shards. Refused rows count too.",
     )
     storage_options: Options = Field(
-        default_factory=dict, description="fsspec options for reading the input; never shown."
+        default_factory=dict, description="fsspec options for reading the input. Never shown."
     )
 
     _path = _checked(check_place_of_credentials, "path")
@@ -204,35 +208,35 @@ class ReplicaConfig(Settings):
         default=None,
         ge=0,
         description="GPUs of one replica's actor. null: as many as the engine's "
-        "tensor parallel size where the cluster has GPUs, else 0.",
+        "tensor parallel size if the cluster has GPUs, otherwise 0.",
     )
     resources: dict[str, float] = Field(default_factory=dict, description="Custom Ray resources of one replica.")
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of one replica; never shown.")
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of one replica. Never shown.")
 
 
 class StoreConfig(Settings):
     """How the output is reached."""
 
     storage_options: Options = Field(
-        default_factory=dict, description="fsspec options for the output's store; never shown."
+        default_factory=dict, description="fsspec options for the output's store. Never shown."
     )
     backend: Literal["auto", "fsspec", "obstore"] = Field(
         default="auto",
-        description="Library that reaches an output in an object store. auto: obstore where it does the same as fsspec "
-        "with these options and this environment, else fsspec.",
+        description="Library for an output in an object store. auto: obstore if it behaves as fsspec with these "
+        "options and this environment, otherwise fsspec.",
     )
     shared: bool = Field(
         default=False,
-        description="The output is a local path on a file system that all nodes share; without this a local path is "
-        "refused on a cluster of several nodes.",
+        description="true: the output is a local path on a file system that all nodes share. false: on a cluster of "
+        "several nodes, a local path is refused.",
     )
     retry_seconds: float = Field(
         default=120.0, ge=0, description="Seconds for which a failing call to the store is repeated."
     )
     single_driver: bool = Field(
         default=False,
-        description="Accept a store without conditional puts, to finish a run that is there. Only one driver may ever "
-        "work on that run at a time: nothing notices a second one.",
+        description="Accept a store without conditional puts, to finish an existing run. Make sure that only one "
+        "driver works on that run at a time. A second driver is not detected.",
     )
 
 
@@ -260,14 +264,14 @@ class ExtractConfig(Settings):
     )
     source: Literal["cache", "taps"] = Field(
         default="cache",
-        description="How states are captured. cache: by vLLM's extract_hidden_states; taps: by hooks of ours, at any "
-        "point, also of models that vLLM refuses. With capture the default is taps.",
+        description="How states are captured. cache: by vLLM's extract_hidden_states. taps: by hooks of hsx_dist, at "
+        "any point, also in models whose extraction vLLM refuses. With capture the default is taps.",
     )
     engine_kwargs: Options = Field(
-        default_factory=dict, description="Arguments for vLLM's engine, passed on untouched."
+        default_factory=dict, description="Arguments for vLLM's engine, passed on unchanged."
     )
     sampling_params: Options = Field(
-        default_factory=dict, description="Arguments for vLLM's SamplingParams, passed on untouched."
+        default_factory=dict, description="Arguments for vLLM's SamplingParams, passed on unchanged."
     )
     chat_template_kwargs: Options = Field(
         default_factory=dict, description="Arguments for the tokenizer's apply_chat_template."
@@ -277,8 +281,8 @@ class ExtractConfig(Settings):
     )
     select: str = Field(
         default="all",
-        description="Which tokens are kept, before anything is shipped: all, last, stride:N, loss_mask (those whose "
-        "mask is 1), mean (one float32 row, the mean over all tokens). Draft trainers need all.",
+        description="Tokens whose states are stored: all, last, stride:N, loss_mask (tokens with mask 1), mean (one "
+        "float32 row, the mean over all tokens). Draft trainers need all.",
     )
     input: InputConfig = Field(default_factory=InputConfig, description="Where the rows come from.")
     codec: str | dict[str, Any] = Field(
@@ -287,59 +291,60 @@ class ExtractConfig(Settings):
         "with name and parameters.",
     )
     layout: Literal["part", "sample"] = Field(
-        default="part", description="part: many samples an object; sample: one an object."
+        default="part", description="part: an object has many samples. sample: an object has one sample."
     )
     part_bytes: Bytes = Field(default=ByteSize(256 * _MIB), description="Encoded size at which a part is stored.")
     segment_bytes: Bytes = Field(
         default=ByteSize(64 * _MIB), description="Raw size above which a sample is stored in several segments."
     )
-    page_bytes: Bytes = Field(default=ByteSize(8 * _MIB), description="Raw size of a page, copied and shipped at once.")
+    page_bytes: Bytes = Field(default=ByteSize(8 * _MIB), description="Raw size of a page, the unit of copies.")
     part_seconds: float = Field(
-        default=60.0, gt=0, description="Age in seconds at which a part is stored, however small."
+        default=60.0, gt=0, description="Age in seconds at which a part is stored, even if it is small."
     )
     in_flight_bytes: Bytes = Field(
-        default=ByteSize(256 * _MIB), description="Host memory of one replica for states not yet shipped."
+        default=ByteSize(256 * _MIB),
+        description="Host memory of one rank for states that are not sent to a writer yet.",
     )
     min_replicas: int = Field(default=1, ge=1, description="Replicas that the cluster must have room for at the start.")
     max_replicas: int = Field(
-        default=1, ge=1, description="Replicas at most: those that find no room wait for it while the others work."
+        default=1, ge=1, description="Largest number of replicas. A replica without room waits while others work."
     )
-    task_rows: int = Field(default=64, ge=1, description="Rows handed to a replica at once.")
-    max_tries: int = Field(default=3, ge=1, description="How often a row is tried before it counts as failed.")
+    task_rows: int = Field(default=64, ge=1, description="Rows that a replica gets at once.")
+    max_tries: int = Field(default=3, ge=1, description="Number of tries before a row counts as failed.")
     pool: Literal["ray", "threads"] = Field(
-        default="ray", description="ray: replicas and writers are actors; threads: one process."
+        default="ray", description="ray: replicas and writers are Ray actors. threads: all run in one process."
     )
     writers: WritersConfig = Field(
         default_factory=WritersConfig, description="The pool that turns pages into stored parts."
     )
-    replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="What one replica's actor gets.")
-    store: StoreConfig = Field(default_factory=StoreConfig, description="How the output is reached.")
+    replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Resources of one replica's actor.")
+    store: StoreConfig = Field(default_factory=StoreConfig, description="Access to the output.")
     resume: Literal["allow", "must", "never"] = Field(
         default="allow",
-        description="allow: go on with a run that is there, or start one; must: only go on; never: only start.",
+        description="allow: resume an existing run, or start one. must: only resume. never: only start.",
     )
     retry_poison: bool = Field(
         default=False,
-        description="Try rows again that killed their engine in an earlier attempt, as other failed ones.",
+        description="Try poison rows again, which killed their engine in an earlier attempt.",
     )
     max_rows: int | None = Field(
         default=None,
         ge=1,
-        description="End the run when so many samples are stored, those of earlier attempts included.",
+        description="End the run when this many samples are stored, including those of earlier attempts.",
     )
     max_bytes: Bytes | None = Field(
         default=None,
-        description="End the run when its parts have so many bytes, those of earlier attempts included. Samples in "
-        "flight are estimated by the mean size of stored ones.",
+        description="End the run when its parts have this many bytes, including those of earlier attempts. The mean "
+        "size of stored samples estimates samples in flight.",
     )
     deadline: float | datetime | None = Field(
         default=None,
-        description="End the run then: seconds from the start, or an ISO 8601 time with its zone. Rows that are "
-        "computed by then are stored.",
+        description="Time at which the run ends: seconds from the start, or an ISO 8601 time with its zone. Rows that "
+        "are computed by then are stored.",
     )
     max_stored_bytes: Bytes | None = Field(
         default=None,
-        description="Pause while data/ holds so many bytes, until consumers have deleted some objects.",
+        description="Pause while data/ has this many bytes, until consumers have deleted parts.",
     )
     stop_seconds: float = Field(
         default=25.0,
@@ -354,7 +359,9 @@ class ExtractConfig(Settings):
         description="Seconds to wait for nodes with room for a replica, e.g. from an autoscaler. 0: a cluster without "
         "room for min_replicas is refused.",
     )
-    check_samples: int = Field(default=0, ge=0, description="Samples that are compared with transformers at the end.")
+    check_samples: int = Field(
+        default=0, ge=0, description="Number of samples to compare with transformers at the end."
+    )
 
     _deadline = field_validator("deadline", mode="before")(check_deadline)
     _places = _checked(check_no_credentials, "output", "model")
