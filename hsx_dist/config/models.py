@@ -100,7 +100,8 @@ class InputConfig(Settings):
     format: Literal["auto", "jsonl", "text", "parquet", "arrow", "dataset"] = Field(
         default="auto",
         description="Format of the files. jsonl: one object per line; text: one row per line; arrow: IPC files and "
-        "streams, Feather; dataset: a folder of Hugging Face save_to_disk. auto: chosen by names and by a folder's content.",
+        "streams, Feather; dataset: a folder of Hugging Face save_to_disk. "
+        "auto: chosen by names and by a folder's content.",
     )
     split: str | None = Field(
         default=None, description="Split of a saved DatasetDict. null: all of them, in the order that it names."
