@@ -157,13 +157,15 @@ class InputConfig(Settings):
         "of a smaller one.",
     )
     sample_seed: int = Field(default=0, description="Seed for sampling rows.")
-    num_shards: int = Field(default=1, ge=1, description="Divide the input among this many separate runs …")
-    shard_index: int = Field(default=0, ge=0, description="… and take the rows of this run: number % num_shards.")
+    num_shards: int = Field(default=1, ge=1, description="Number of separate runs that divide the input.")
+    shard_index: int = Field(
+        default=0, ge=0, description="The shard of this run. It takes the rows with number % num_shards == shard_index."
+    )
     limit: int | None = Field(
         default=None, ge=0, description="Limit of the rows after sample and shard. Refused rows count."
     )
     storage_options: Options = Field(
-        default_factory=dict, description="fsspec options for reading the input; never shown."
+        default_factory=dict, description="fsspec options for reading the input. Never shown."
     )
 
     _path = _checked(check_place_of_credentials, "path")
@@ -211,14 +213,14 @@ class ReplicaConfig(Settings):
         "tensor parallel size if the cluster has GPUs, else 0.",
     )
     resources: dict[str, float] = Field(default_factory=dict, description="Custom Ray resources of one replica.")
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of one replica; never shown.")
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of one replica. Never shown.")
 
 
 class StoreConfig(Settings):
     """Access to the output's store."""
 
     storage_options: Options = Field(
-        default_factory=dict, description="fsspec options for the output's store; never shown."
+        default_factory=dict, description="fsspec options for the output's store. Never shown."
     )
     backend: Literal["auto", "fsspec", "obstore"] = Field(
         default="auto",
@@ -227,8 +229,8 @@ class StoreConfig(Settings):
     )
     shared: bool = Field(
         default=False,
-        description="The output is a local path on a file system that all nodes share; without this a local path is "
-        "refused on a cluster of several nodes.",
+        description="true: the output is a local path on a file system that all nodes share. false: on a cluster of "
+        "several nodes, a local path is refused.",
     )
     retry_seconds: float = Field(
         default=120.0, ge=0, description="Seconds for which a failing call to the store is repeated."
@@ -268,10 +270,10 @@ class ExtractConfig(Settings):
         "at any point, also in models that extract_hidden_states refuses. With capture the default is taps.",
     )
     engine_kwargs: Options = Field(
-        default_factory=dict, description="Arguments for vLLM's engine, passed on untouched."
+        default_factory=dict, description="Arguments for vLLM's engine, passed on unchanged."
     )
     sampling_params: Options = Field(
-        default_factory=dict, description="Arguments for vLLM's SamplingParams, passed on untouched."
+        default_factory=dict, description="Arguments for vLLM's SamplingParams, passed on unchanged."
     )
     chat_template_kwargs: Options = Field(
         default_factory=dict, description="Arguments for the tokenizer's apply_chat_template."
@@ -299,7 +301,7 @@ class ExtractConfig(Settings):
     )
     page_bytes: Bytes = Field(default=ByteSize(8 * _MIB), description="Raw size of a page, copied and sent at once.")
     part_seconds: float = Field(
-        default=60.0, gt=0, description="Age in seconds at which a part is stored, however small."
+        default=60.0, gt=0, description="Age in seconds at which a part is stored, even if it is small."
     )
     in_flight_bytes: Bytes = Field(
         default=ByteSize(256 * _MIB), description="Host memory of one replica for states not yet sent."
@@ -308,16 +310,16 @@ class ExtractConfig(Settings):
     max_replicas: int = Field(
         default=1, ge=1, description="Maximum number of replicas. Those without resources wait while the others work."
     )
-    task_rows: int = Field(default=64, ge=1, description="Rows handed to a replica at once.")
-    max_tries: int = Field(default=3, ge=1, description="How often a row is tried before it counts as failed.")
+    task_rows: int = Field(default=64, ge=1, description="Rows that a replica gets at once.")
+    max_tries: int = Field(default=3, ge=1, description="Number of tries before a row counts as failed.")
     pool: Literal["ray", "threads"] = Field(
-        default="ray", description="ray: replicas and writers are actors; threads: one process."
+        default="ray", description="ray: replicas and writers are Ray actors. threads: all run in one process."
     )
     writers: WritersConfig = Field(
         default_factory=WritersConfig, description="The pool that turns pages into stored parts."
     )
-    replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="What one replica's actor gets.")
-    store: StoreConfig = Field(default_factory=StoreConfig, description="How the output is reached.")
+    replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Resources of one replica's actor.")
+    store: StoreConfig = Field(default_factory=StoreConfig, description="Access to the output.")
     resume: Literal["allow", "must", "never"] = Field(
         default="allow",
         description="allow: continue an existing run, or start one; must: only continue; never: only start.",
@@ -358,7 +360,9 @@ class ExtractConfig(Settings):
         description="Seconds to wait for nodes with room for a replica, e.g. from an autoscaler. 0: a cluster without "
         "room for min_replicas is refused.",
     )
-    check_samples: int = Field(default=0, ge=0, description="Samples that are compared with transformers at the end.")
+    check_samples: int = Field(
+        default=0, ge=0, description="Number of samples to compare with transformers at the end."
+    )
 
     _deadline = field_validator("deadline", mode="before")(check_deadline)
     _places = _checked(check_no_credentials, "output", "model")
