@@ -18,6 +18,8 @@ from hsx_dist.errors import ConfigError
 
 #: Name of a setting, such as ``store.storage_options.client_kwargs``. No URL, which may have a credential, matches.
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+#: Text of the file in PyYAML's messages, which may be a credential. Single characters and token names are none.
+_QUOTED = re.compile(r"""(['"])(?!<[a-z ]+>\1|\\?.\1).*""", re.DOTALL)
 _ENV = re.compile(r"\$\{env:([^}]*)\}")
 
 
@@ -99,8 +101,9 @@ class _StrictLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
+                shown = key if isinstance(key, str) and _NAME.fullmatch(key) else "…"
                 raise yaml.constructor.ConstructorError(
-                    problem=f"the key {key!r} is given twice", problem_mark=key_node.start_mark
+                    problem=f"the key {shown} is given twice", problem_mark=key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -113,9 +116,8 @@ def _parse(text: str, where: str) -> Any:
         # str(e) would quote the text, which may contain a credential.
         mark = getattr(e, "problem_mark", None)
         at = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(
-            f"{where}:{at} expected YAML, got: {getattr(e, 'problem', None) or 'other text'}; correct the text there"
-        ) from None
+        problem = _QUOTED.sub("…", getattr(e, "problem", None) or "other text")
+        raise ConfigError(f"{where}:{at} expected YAML, got: {problem}; correct the text there") from None
 
 
 def _override(settings: dict[str, Any], override: str) -> None:

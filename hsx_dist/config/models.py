@@ -35,33 +35,15 @@ Bytes = Annotated[ByteSize, Field(gt=0)]
 Options = dict[str, Any]
 
 # Arguments of vLLM's that change the numbers of a sample, or which tokens it has; all others only change the speed.
-_ENGINE_MEANING = frozenset(
-    {
-        "dtype",
-        "quantization",
-        "max_model_len",
-        "tokenizer",
-        "tokenizer_mode",
-        "tokenizer_revision",
-        "code_revision",
-        "load_format",
-        "config_format",
-        "hf_config_path",
-        "hf_overrides",
-        "kv_cache_dtype",
-        "rope_scaling",
-        "rope_theta",
-        "rope_parameters",
-        "seed",
-        "trust_remote_code",
-        "model_impl",
-        "runner",
-        "convert",
-        "override_attention_dtype",
-        "disable_sliding_window",
-        "gguf_file",
-    }
-)
+_ENGINE_MEANING = frozenset({
+    "allow_deprecated_quantization", "code_revision", "config_format", "convert", "disable_sliding_window",
+    "dtype", "gguf_file", "hf_config_path", "hf_overrides", "ignore_patterns", "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers", "language_model_only", "load_format", "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype", "max_model_len", "mm_processor_kwargs", "model_class_overrides", "model_impl",
+    "model_loader_extra_config", "model_weights", "override_attention_dtype", "quantization",
+    "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "runner", "seed", "tokenizer",
+    "tokenizer_mode", "tokenizer_revision", "trust_remote_code", "worker_cls", "worker_extension_cls"
+})  # fmt: skip
 
 
 def _checked(check: Callable[[Any], object], *fields: str, mode: Literal["before", "after"] = "after") -> Any:

@@ -55,7 +55,7 @@ MAX_URL_BYTES = 1000
 MAX_ID = 256
 
 #: vLLM's OpenAI server names the i-th prompt of a completion ``cmpl-ID-i``, and the engine adds 8 random digits.
-_BATCH = re.compile(r"cmpl-.*-(\d{1,9})-[0-9a-f]{8}")
+_BATCH = re.compile(r"cmpl-.*-(\d{1,9})-[0-9a-f]{8}", re.DOTALL)
 #: With ``n`` > 1 the j-th choice's id is ``j_`` and the request's id.
 _CONTENT = re.compile(r"[0-9a-f]{16}")
 _CHOICE = re.compile(r"(\d{1,9})_(.+)", re.DOTALL)
@@ -178,7 +178,8 @@ def read_request_params(
     _note_unknown(params, refused)
 
     read = partial(_read, params, refused)
-    own_id = request_id if len(request_id) <= MAX_ID else f"{request_id[:MAX_ID]}~{uuid4().hex}"
+    # vLLM passes a client's own id for requests that its server rejects: it may be empty, or very long.
+    own_id = request_id if 0 < len(request_id) <= MAX_ID else f"{request_id[:MAX_ID]}~{uuid4().hex}"
     prompt, choice = place(request_id)
     key = read("hidden_states_key", None, lambda v: sample_key(_key(v), prompt=prompt, choice=choice))
     path = read("hidden_states_path", None, lambda v: custom_name(v, output, allow_custom_path, prompt, choice))

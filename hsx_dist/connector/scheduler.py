@@ -6,6 +6,7 @@ import copy
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -191,7 +192,9 @@ class SchedulerHalf:
             log.exception("hidden states of request %s cannot be saved", known.options.id)
             self._held.discard(request.request_id)
             self._next.saves = [s for s in self._next.saves if s.request_id != request.request_id]
-            held, answer = self._skip(known, request, bounded(f"cannot be saved: {type(e).__name__}: {e}"))
+            held, answer = False, None
+            with suppress(Exception):  # the same values may have caused the first error
+                held, answer = self._skip(known, request, bounded(f"cannot be saved: {type(e).__name__}: {e}"))
         if known.claim is not None:
             known.claim.users -= 1
             unused = known.claim.tokens is None and known.claim.users == 0

@@ -223,6 +223,8 @@ class Description:
         codec = codec_from_dict(body["codec"])
         schema = _get(body, "schema", str)
         common = _get(body, "common", dict)
+        if "meta" in common:  # each segment would have it: a small text would expand to gigabytes
+            raise FormatError("common: expected members that segments share, got meta")
         items = _get(body, "segments", list)
         if schema not in ("segments", "vllm"):
             raise FormatError(f"schema: expected 'segments' or 'vllm', got {shown(schema)}")
@@ -230,8 +232,7 @@ class Description:
             raise FormatError(f"segments: expected {'one' if schema == 'vllm' else 'at least one'}, got {len(items)}")
         infos = []
         # Members of ``common`` are in the text once but apply to every segment: a few KiB could expand to many GiB.
-        left = len(text)
-        tensors = 0
+        left, tensors = len(text), 0
         for i, item in enumerate(items):
             try:
                 item = _typed(item, dict, "a segment")

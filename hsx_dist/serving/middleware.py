@@ -7,6 +7,7 @@ completions. Authentication, CORS and every other middleware of the server then 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -92,7 +93,11 @@ def install(app: Any) -> None:
     for route in posts:
         if route.path in _WITH_STATES | _WITHOUT:
             route.app = InlineStates(route.app, source if route.path in _WITH_STATES else None)
-    app.router.routes.append(Route(PATH, SampleRoute(source), methods=["GET"]))
+    route = Route(PATH, SampleRoute(source), methods=["GET"])
+    # Starlette's expression ignores a line break at the path's end, and matches no path with another line break. So the
+    # key "a\n" would get the sample of "a".
+    route.path_regex = re.compile(route.path_regex.pattern.removesuffix("$") + r"\Z", re.DOTALL)
+    app.router.routes.append(route)
     log.info("hidden states are answered: route=%s inline_bytes=%d", PATH, settings.inline_bytes)
 
 

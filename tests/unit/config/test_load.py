@@ -189,3 +189,15 @@ def test_storage_options_of_a_command_line(monkeypatch: pytest.MonkeyPatch) -> N
     assert options == {"key": "k1", "client_kwargs": {"endpoint_url": "http://h:1"}, "anon": False}
     with pytest.raises(ConfigError, match="no credential on a command line"):
         parse_storage_options(["secret=abc"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["!Passw0rd-of-mine", "*Passw0rd", "!Passw0rd!x y", "!'Passw0rd' y", "a\nPassw0rd x: 1\nPassw0rd x: 2"],
+)
+def test_an_error_of_the_file_shows_no_text_of_it(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"model: m\noutput: o\nlayers: {value}\n")
+    with pytest.raises(ConfigError) as e:
+        load_config(path)
+    assert "Passw0rd" not in str(e.value)

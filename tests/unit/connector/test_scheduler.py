@@ -630,3 +630,23 @@ def test_texts_of_a_client_are_bounded_before_they_are_hashed(monkeypatch, what,
             assert f"of at most {MAX_TEXT} characters, got {length}" in answer["hidden_states_meta"]["reason"]
             assert [s.reason for s in meta(scheduler).skipped] == [answer["hidden_states_meta"]["reason"]]
     assert max(hashed, default=0) < 10 * MAX_TEXT
+
+
+@pytest.mark.parametrize("request_id", ["", "\n", "x" * 100_000, "a/../b"])
+def test_an_id_of_a_clients_choice_does_not_end_the_engine(request_id):
+    """vLLM queues a request that its server rejected, with the client's id, if it has ``do_remote_prefill``."""
+    scheduler = half()
+    r = request(3, 0, generated=0, request_id=request_id, do_remote_prefill=True)
+    scheduler.new_request(r)
+    r.status = RequestStatus.FINISHED_ABORTED
+    held, _ = scheduler.request_finished(r, [])
+    assert not held
+    assert all(skip.key for skip in meta(scheduler).skipped)
+
+
+def test_an_error_that_repeats_itself_does_not_end_the_engine(monkeypatch):
+    scheduler = half()
+    r = request(3, 3)
+    scheduler.new_request(r)
+    monkeypatch.setattr(scheduler, "_owner", lambda _: 1 / 0)
+    assert scheduler.request_finished(r, [0]) == (False, None)

@@ -446,3 +446,11 @@ def test_a_line_is_no_longer_than_a_receipt_also_next_to_a_file_with_holes(tmp_p
     os.truncate(tmp_path / "manifest/0001/w/000001.json", 1 << 40)
     begin = b'{"crc32c":"00000000","receipt":{"attempt":1,"writer":"w","seq":1,"more":"'
     assert compacted._size_of_receipt(store, begin, "x") == 100_000_000
+
+
+def test_meta_is_no_member_that_segments_share() -> None:
+    """Each segment would have it: 300 KB of text took 2.3 GiB and 44 s."""
+    items = [{"key": f"k{i}"} for i in range(2)]
+    body = {"codec": {"name": "none"}, "about": {}, "schema": "segments", "common": {"meta": {"m": [0]}}}
+    with pytest.raises(FormatError, match="common: expected members that segments share, got meta"):
+        Description.from_json(json.dumps(body | {"segments": items}))

@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -112,6 +113,15 @@ def test_a_sample_whose_selection_is_not_described_as_ours_is_answered(tmp_path,
     sample = store_sample(tmp_path, random_sample("k"), tokens=tokens)
     with client(outer_server(tmp_path)) as c:
         assert same(c.get("/v1/hidden_states/k").content, sample)
+
+
+def test_a_line_break_is_a_part_of_the_key(tmp_path):
+    for key in ("a", "a\nb", "\n"):
+        store_sample(tmp_path, random_sample(key))
+    with client(outer_server(tmp_path)) as c:
+        for key in ("a", "a\nb", "\n"):
+            assert same(c.get(f"/v1/hidden_states/{quote(key)}").content, random_sample(key))
+        error(c.get("/v1/hidden_states/a%0A"), 404, "NotFound")
 
 
 def test_what_is_streamed_is_fetched_once(tmp_path, monkeypatch):
