@@ -29,7 +29,7 @@ from hsx_dist.text import printable
 
 PREFIX = "hidden_states_"
 PARAMS = "kv_transfer_params"
-KNOWN = {"key", "path", "layers", "points", "tokens", "save", "row", "loss_mask", "metadata"}
+KNOWN = {"key", "path", "layers", "points", "tokens", "save", "row", "content", "loss_mask", "metadata"}
 #: Known names. ``refused`` may have these, and a few unknown names that clients sent.
 OURS = {PARAMS, "include_output_tokens", *(PREFIX + name for name in KNOWN)}
 #: Number of parameters that are compared with the known names.

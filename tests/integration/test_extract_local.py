@@ -129,6 +129,14 @@ def test_another_meaning_is_refused_and_named(run, tiny_model_path):
         hsx_dist.extract(prompts(), model=str(tiny_model_path), output=run.url, **settings(layers=[1]))
 
 
+def test_another_text_of_any_stored_row_is_refused(run, tiny_model_path):
+    assert all(map(run.manifest.content_of, run.keys()))
+    changed = prompts()
+    changed[16] = {**changed[16], "text": "Another text."}
+    with pytest.raises(RunMismatch, match=r"got other content in row 16 \('named'\)"):
+        hsx_dist.extract(changed, model=str(tiny_model_path), output=run.url, **settings())
+
+
 def test_more_rows_go_on_where_the_run_ended_with_their_answers(tiny_model_path, tmp_path):
     """A second attempt computes only the missing rows. Generated tokens have states, except the last one. Rows that
     cannot be hashed, shipped or templated are refused by both attempts.

@@ -107,6 +107,7 @@ def test_selections(value, total, positions):
         ("hidden_states_tokens", [0, 1 << 70]),
         ("hidden_states_save", "no"),
         ("hidden_states_row", -1),
+        ("hidden_states_content", "0123456789ABCDEF"),
         ("include_output_tokens", 1),
         ("hidden_states_colour", "red"),
         ("hidden_states_path", 5),
@@ -458,3 +459,8 @@ def test_what_is_refused_can_be_shown():
 def test_a_path_that_a_url_cannot_name_is_refused(path):
     with pytest.raises(ValueError, match="do not end in a space or dot"):
         custom_name(path, "s3://bucket/states", True)
+
+
+def test_a_jobs_row_is_known_by_its_number_and_content():
+    options = read({"hidden_states_row": 3, "hidden_states_content": "0123456789abcdef"})
+    assert (options.row, options.content, options.refused) == (3, "0123456789abcdef", {})
