@@ -130,10 +130,13 @@ def parquet_key(key: str) -> str:
 
 
 def num_layers_of(run: Run, options: ExportOptions) -> int:
-    """Return the model's number of layers. Raises ``ConfigError`` if neither run nor options have it."""
-    found = options.num_layers
-    if found is None and len(run):
-        found = run.at(0).about.get("num_hidden_layers")
+    """Return the model's number of layers. Raises ``ConfigError`` if run and options lack it, or differ."""
+    stored = run.at(0).about.get("num_hidden_layers") if len(run) else None
+    found = stored if options.num_layers is None else options.num_layers
+    if isinstance(stored, int) and found != stored:
+        raise ConfigError(
+            f"{run.url}: expected num_layers {stored}, as in its parts, got {found}. Remove num_layers (--num-layers)"
+        )
     if not isinstance(found, int):
         raise ConfigError(
             f"{run.url}: expected a run with its model's number of layers, got none. Set num_layers (--num-layers)"

@@ -102,7 +102,9 @@ class ModelEnd:
     def _loaded_head(self, width: int) -> Any:
         if self._head is None:
             avoid_broken_amx()
-            self._head = self.files.tensor((None, width), *_HEAD, *_EMBED)
+            # A head under another name, such as a quantized one, must not be replaced by the embeddings.
+            tied = self.files.config.get("tie_word_embeddings") is not False
+            self._head = self.files.tensor((None, width), *_HEAD, *(_EMBED if tied else ()))
         return self._head
 
     def _scores(self, x: Any, head: Any) -> Any:

@@ -57,6 +57,7 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
     def __init__(self, dataset: HiddenStatesDataset, contexts: int, context_tokens: int, *, drop_last: bool = False):
         require_dataset(dataset, loss_mask=False)
         require_positive(contexts=contexts, context_tokens=context_tokens)
+        dataset.name_layers()
         self._dataset, self._shape, self._drop_last = dataset, (contexts, context_tokens), drop_last
         self._state: dict[str, Any] | None = None
         self._resume: Mapping[str, Any] | None = None

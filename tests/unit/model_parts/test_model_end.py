@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hsx_dist.errors import ConfigError
@@ -107,3 +109,15 @@ def test_norm_and_log_probabilities_are_the_models_own(family: str, tmp_path: Pa
 def test_what_is_not_compared_is_refused(family: str | None) -> None:
     with pytest.raises(ConfigError, match=f"got model_type {family!r}. Export to vllm or speculators"):
         end_rule("m", family)
+
+
+def test_a_head_under_another_name_is_not_replaced_by_the_embeddings(tmp_path: Path) -> None:
+    """A quantized head has other tensors. Logits of the embeddings would be wrong without an error."""
+    tensors = {"model.norm.weight": torch.ones(8), "model.embed_tokens.weight": torch.ones(4, 8)}
+    save_file({**tensors, "lm_head.weight_packed": torch.ones(4, 2)}, tmp_path / "model.safetensors")
+    config = {"model_type": "qwen2", "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert next(iter(ModelEnd(None, str(tmp_path)).logits(torch.ones(1, 8)))).shape == (1, 4)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(ConfigError, match=r"lm_head\.weight"):
+        next(iter(ModelEnd(None, str(tmp_path)).logits(torch.ones(1, 8))))

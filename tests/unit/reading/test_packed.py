@@ -171,3 +171,15 @@ def test_a_merged_state_can_be_merged_again_after_the_first_batch(url: str, kind
             states.append(json.loads(json.dumps(rank.state_dict())))
         state = merge_states(states)
     assert seen == set(range(TOTAL))
+
+
+def test_samples_that_store_layers_in_another_order_are_not_mixed(tmp_path: Path) -> None:
+    """Each state's value is the id of its layer."""
+    made = []
+    for i, order in enumerate([(2, 15), (15, 2)]):
+        sample = random_sample(f"s{i}", 4, layer_ids=order, hidden_size=4, dtype="float32")
+        values = np.broadcast_to(np.array(order, np.float32)[None, :, None], sample.states.shape)
+        made.append(replace(sample, states=np.ascontiguousarray(values).view(sample.states.dtype)))
+    store_run(open_store(str(tmp_path)), made, info={"meaning": {"layers": [2, 15]}})
+    (batch,) = packed(str(tmp_path), 1, 8, layers=None)
+    assert batch["hidden_states"][0, :, :, 0].tolist() == [[2.0, 15.0]] * 8
