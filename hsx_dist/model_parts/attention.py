@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,8 +44,6 @@ ATTENTION_RULES: dict[str, AttentionRule] = {
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), AttentionRule(scale="attention_multiplier")),
 }
 
-#: Engine arguments that change a model's configuration from its files'.
-_CHANGES = {"hf_overrides", "hf_config_path", "rope_scaling", "rope_theta", "rope_parameters"}
 _MEMBERS: dict[str, MemberCheck] = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), or_null(count)),
     "attention_multiplier": or_null(positive),
@@ -79,7 +76,6 @@ class AttentionPatterns:
         if isinstance(model, str):
             self._files = ModelFiles(None, model, _MEMBERS)
         else:
-            require_own_configuration(model)
             self._files = ModelFiles(model, None, _MEMBERS)
         self.model = self._files.model
         kind = self._files.config.get("model_type")
@@ -172,17 +168,6 @@ class AttentionPatterns:
                 f"{self.model}: expected points of {heads} query and {groups} key heads, of one size, got {q.heads} "
                 f"heads in {q.width} numbers and {k.heads} in {k.width}. Name the run's model (--model)"
             )
-
-
-def require_own_configuration(run: Run) -> None:
-    """Raise ``ConfigError`` if the run's engine changed the model's configuration: its positions may differ."""
-    meaning = run.info.get("meaning")
-    engine = meaning.get("engine_kwargs") if isinstance(meaning, Mapping) else None
-    if changed := sorted(_CHANGES & engine.keys()) if isinstance(engine, Mapping) else []:
-        raise ConfigError(
-            f"{run.url}: expected a run with its model's unchanged configuration, got engine_kwargs with "
-            f"{', '.join(changed)}. Write the changes into a copy of its config.json, and name that folder"
-        )
 
 
 def stored_layers(sample: Sample, *pairs: tuple[str, str]) -> tuple[int, ...]:

@@ -39,6 +39,8 @@ _MEMBERS: dict[str, MemberCheck] = {
     "num_hidden_layers": or_null(count),
     "rms_norm_eps": or_null(positive),
 }
+#: Engine arguments that change a model's configuration from its files'.
+_CHANGES = {"hf_overrides", "hf_config_path", "rope_scaling", "rope_theta", "rope_parameters"}
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -149,6 +151,7 @@ class ModelFiles:
 
     def _stored(self, run: Run) -> tuple[str, Path]:
         """Return the name and folder of the run's model: the built-in model, or a repository of the hub."""
+        require_own_configuration(run)
         if is_builtin(run):
             return SMOLLM2, Path(resolve_model(SMOLLM2))
         meaning = _meaning(run)
@@ -175,6 +178,16 @@ class ModelFiles:
                 f"{self.model}: expected a folder with config.json, or a model of the Hugging Face hub, got "
                 f"{type(e).__name__}: {e}. Check the name and the access to it"
             ) from e
+
+
+def require_own_configuration(run: Run) -> None:
+    """Raise ``ConfigError`` if the run's engine changed the model's configuration: norms and positions may differ."""
+    engine = _meaning(run).get("engine_kwargs")
+    if changed := sorted(_CHANGES & engine.keys()) if isinstance(engine, Mapping) else []:
+        raise ConfigError(
+            f"{run.url}: expected a run with its model's unchanged configuration, got engine_kwargs with "
+            f"{', '.join(changed)}. Write the changes into a copy of its config.json, and name that folder"
+        )
 
 
 def is_builtin(run: Run) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.model_parts.attention import AttentionPatterns, require_own_configuration, stored_layers
-from hsx_dist.model_parts.model_files import is_builtin
+from hsx_dist.model_parts.attention import AttentionPatterns, stored_layers
+from hsx_dist.model_parts.model_files import is_builtin, require_own_configuration
 from hsx_dist.observe.report.states import spread
 from hsx_dist.reading import Run, Sample
 from hsx_dist.reading.stored import read_stored

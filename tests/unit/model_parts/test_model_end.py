@@ -14,6 +14,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from hsx_dist.errors import ConfigError
 from hsx_dist.model_parts.end_rules import END_RULES, end_rule
 from hsx_dist.model_parts.model_end import ModelEnd
+from hsx_dist.reading import Run
+from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import store_run
 
 #: Used if a family's configuration has the member. No value is a default, which could hide a wrong rule.
 SMALL: dict[str, Any] = {
@@ -121,3 +125,12 @@ def test_a_head_under_another_name_is_not_replaced_by_the_embeddings(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     with pytest.raises(ConfigError, match=r"lm_head\.weight"):
         next(iter(ModelEnd(None, str(tmp_path)).logits(torch.ones(1, 8))))
+
+
+@pytest.mark.parametrize("argument", ["hf_overrides", "hf_config_path"])
+def test_a_run_with_another_configuration_than_its_models_is_refused(argument: str) -> None:
+    store = MemoryStore()
+    meaning = {"model": "builtin:smollm2-135m-instruct", "layers": [2], "engine_kwargs": {argument: "x"}}
+    store_run(store, [random_sample("a", 3, layer_ids=(2,))], info={"meaning": meaning})
+    with pytest.raises(ConfigError, match=f"expected a run with its model's unchanged configuration, got .*{argument}"):
+        ModelEnd(Run(store))
