@@ -41,7 +41,7 @@ def tiny_llama(
 ) -> Path:
     """Write a random ``LlamaForCausalLM`` with a working byte-level tokenizer and chat template to ``path``.
 
-    ``dtype``: torch's name. ``vocab``: at least 320; the tokenizer has at most the first 689 ids. ``spread``: standard
+    ``dtype``: torch's name. ``vocab``: at least 320; the tokenizer has the first 689 at most. ``spread``: standard
     deviation of the weights. The same arguments give the same weights.
     """
     if vocab < 320:
