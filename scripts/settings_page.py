@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -40,6 +41,10 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def kind(annotation: Any) -> str:
     """A type in the words of a YAML file."""
+    if get_origin(annotation) is Annotated:
+        return kind(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(map(kind, get_args(annotation)))
     text = str(annotation).replace("typing.", "").removeprefix("<class '").removesuffix("'>")
     if "Literal" in text:
         return " or ".join(f"`{v}`" for v in get_args(annotation))
