@@ -208,7 +208,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     @property
     def states(self) -> tuple[str, ...]:
         """The names under which items hold states, before renaming: the points, or ``hidden_states``."""
-        return tuple(self._reader.spec.points or (HIDDEN_STATES,))
+        return self._reader.spec.states
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -227,8 +227,10 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         """Select the layers of ``layers_of`` by id from now on, also if ``layers`` was ``None``.
 
         Code that joins rows of several samples needs this: samples may store other layers, or in another order.
-        Items stay as stored if the run does not list its layers, and for points with ``follow``.
+        If the run does not list its layers, and for points with ``follow``, items stay as stored. Then a sample whose
+        layers differ from earlier ones raises ``ConfigError`` while iterating.
         """
+        self._reader.one_order = True
         if self._reader.spec.layers is None and not (self._reader.spec.points and self.follows):
             named = {name: self.layers_of(name) for name in self.states}
             self._reader.spec = replace(self._reader.spec, layers={k: v for k, v in named.items() if v} or None)
@@ -338,7 +340,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
         def make(record: SampleRecord | None) -> dict[str, Any]:
             assert record is not None, "read_ahead does not call make for pauses"
-            return reader.spec.make(self.run, self.run.sample_of(record), 0, empty)
+            return reader.make_of(record, 0, empty)
 
         for arrivals in (follower, follower.computed_again()):
             for record, future in read_ahead(make, tasks(arrivals), threads=self._threads, max_bytes=self._prefetch):

@@ -56,7 +56,7 @@ class ItemSpec:
                 )
             if not isinstance(self.layers, Mapping):
                 object.__setattr__(self, "layers", tuple(self.layers))
-            elif unknown := sorted(set(self.layers) - set(self.points or (HIDDEN_STATES,))):
+            elif unknown := sorted(set(self.layers) - set(self.states)):
                 raise ConfigError(f"layers: expected only names in points, got {unknown}. Add these to points")
         if self.crop not in ("start", "end", "random"):
             raise ConfigError(f"crop: expected 'start', 'end' or 'random', got {self.crop!r}")
@@ -72,6 +72,11 @@ class ItemSpec:
                 f"rename: expected a different name for each array, got {', '.join(twice)} for several. Rename one "
                 "of them, or remove it with None (null)"
             )
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names under which items hold states, before renaming: the points, or ``hidden_states``."""
+        return tuple(self.points or (HIDDEN_STATES,))
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -44,8 +44,8 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
         context_tokens: S, the tokens of a row.
 
     Raises:
-        ConfigError: an argument is wrong; or, while iterating, an item's rows differ from earlier ones in dtype or
-            shape.
+        ConfigError: an argument is wrong; or, while iterating, an item's rows differ from earlier ones in dtype,
+            shape or layers.
 
     Example:
         >>> contexts = PackedContexts(HiddenStatesDataset("runs/demo", layers=[15]), 2, 8)

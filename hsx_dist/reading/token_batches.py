@@ -86,7 +86,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
 
     Raises:
         ConfigError: an argument is wrong; the run has no statistics; or, while iterating, a repeating data set has no
-            token.
+            token, or samples differ in their layers.
 
     Example:
         >>> dataset = HiddenStatesDataset("runs/demo", layers=[15], tokens=slice(1, None), shuffle=True)

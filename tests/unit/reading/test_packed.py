@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from hsx_dist import HiddenStatesDataset, PackedContexts, TokenBatches, merge_states
+from hsx_dist import HiddenStatesDataset, HiddenStatesMapDataset, PackedContexts, TokenBatches, merge_states
 from hsx_dist.errors import ConfigError
+from hsx_dist.format.place import start_run
 from hsx_dist.store import open_store
-from hsx_dist.testing.samples import random_sample
-from tests.harness.runs import store_run
+from hsx_dist.testing.samples import RandomSample, random_sample
+from tests.harness.runs import RunWriter, store_run
 
 #: Shorter than a context of 16, longer, exactly one, and longer than a batch of three contexts.
 LENGTHS = (5, 40, 16, 3, 70, 11)
@@ -173,13 +174,41 @@ def test_a_merged_state_can_be_merged_again_after_the_first_batch(url: str, kind
     assert seen == set(range(TOTAL))
 
 
-def test_samples_that_store_layers_in_another_order_are_not_mixed(tmp_path: Path) -> None:
-    """Each state's value is the id of its layer."""
-    made = []
-    for i, order in enumerate([(2, 15), (15, 2)]):
-        sample = random_sample(f"s{i}", 4, layer_ids=order, hidden_size=4, dtype="float32")
-        values = np.broadcast_to(np.array(order, np.float32)[None, :, None], sample.states.shape)
-        made.append(replace(sample, states=np.ascontiguousarray(values).view(sample.states.dtype)))
-    store_run(open_store(str(tmp_path)), made, info={"meaning": {"layers": [2, 15]}})
-    (batch,) = packed(str(tmp_path), 1, 8, layers=None)
-    assert batch["hidden_states"][0, :, :, 0].tolist() == [[2.0, 15.0]] * 8
+@pytest.mark.parametrize("orders", [[(3, 7), (7, 3)], [(3,), (7,)]])
+@pytest.mark.parametrize("joined", [lambda d: PackedContexts(d, 1, 8), lambda d: TokenBatches(d, 8, buffer_tokens=8)])
+def test_samples_of_other_layers_are_not_joined_as_if_equal(tmp_path: Path, orders: Any, joined: Any) -> None:
+    """Values are layer ids. A run that lists its layers gives them by id, another run is refused."""
+    samples = []
+    for i, ids in enumerate(orders):
+        states = np.broadcast_to(np.float32(ids).view(np.uint32)[None, :, None], (4, len(ids), 2)).copy()
+        samples.append(RandomSample(f"s{i}", states, np.arange(4) + 4 * i, ids, "float32", 16))
+    for name, layers in (("listed", [3, 7]), ("all", "all")):
+        store_run(open_store(str(tmp_path / name)), samples, info={"meaning": {"layers": layers}})
+    if len(orders[0]) == 2:
+        [batch] = joined(HiddenStatesDataset(str(tmp_path / "listed"), framework="numpy"))
+        assert np.array_equal(batch["hidden_states"].reshape(8, 2, 2), np.broadcast_to([[[3], [7]]], (8, 2, 2)))
+    with pytest.raises(ConfigError, match=r"as in earlier samples, got .*Pass layers="):
+        list(joined(HiddenStatesDataset(str(tmp_path / "all"), framework="numpy")))
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_items_of_points_have_one_order_of_layers(tmp_path: Path, follow: bool) -> None:
+    """Items with points do not name their layers, so that code that joins them cannot compare these."""
+    store = open_store(str(tmp_path))
+    start_run(store, {})
+    writer = RunWriter(store)
+    for i, ids in enumerate([(3, 7), (7, 3)]):
+        sample = random_sample(f"s{i}", 4, layer_ids=ids)
+        writer.put([(sample, replace(sample.segments()[0], point="mlp_out"), i)])
+    writer.complete()
+    options: dict[str, Any] = {"points": ["mlp_out"], "framework": "numpy"}
+    streams = [HiddenStatesDataset(str(tmp_path), follow=follow, **options)]
+    if follow:  # without follow, it selects the layers of the run's first sample by id
+        streams.append(PackedContexts(HiddenStatesDataset(str(tmp_path), follow=True, **options), 1, 8))
+    for stream in streams:
+        with pytest.raises(ConfigError, match=r"expected the layers \[.*\] of mlp_out"):
+            list(stream)
+    by_place = HiddenStatesMapDataset(str(tmp_path), **options)
+    with pytest.raises(ConfigError, match="Pass layers="):
+        by_place.__getitems__([0, 1])
+    assert len(list(HiddenStatesDataset(str(tmp_path), layers=[7, 3], **options))) == 2
