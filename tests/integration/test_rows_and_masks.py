@@ -86,7 +86,7 @@ def test_exactly_the_selected_tokens_with_their_mask_and_metadata(model, tmp_pat
         with pytest.raises(RunMismatch, match="select"):
             extract(model, tmp_path / "run", rows(), **settings | {"select": "last"})
         changed = [{**r, "loss_mask": [1] * len(r["token_ids"])} for r in rows()[1:]]
-        with pytest.raises(RunMismatch, match="expected the input of the stored run"):
+        with pytest.raises(RunMismatch, match="expected the input of the stored samples, got other content"):
             extract(model, tmp_path / "run", changed, **settings)
 
 
