@@ -19,6 +19,7 @@ from hsx_dist.config.checks import (
     check_select,
     check_sizes,
 )
+from hsx_dist.config.engine_arguments import engine_meaning
 from hsx_dist.config.secrets import (
     HIDDEN,
     check_no_credentials,
@@ -33,17 +34,6 @@ _MIB = 1 << 20
 MAX_SECONDS = 1e9
 Bytes = Annotated[ByteSize, Field(gt=0)]
 Options = dict[str, Any]
-
-# Arguments of vLLM's that change the numbers of a sample, or which tokens it has; all others only change the speed.
-_ENGINE_MEANING = frozenset({
-    "allow_deprecated_quantization", "code_revision", "config_format", "convert", "disable_sliding_window",
-    "dtype", "gguf_file", "hf_config_path", "hf_overrides", "ignore_patterns", "kv_cache_dtype",
-    "kv_cache_dtype_skip_layers", "language_model_only", "load_format", "mamba_cache_dtype",
-    "mamba_ssm_cache_dtype", "max_model_len", "mm_processor_kwargs", "model_class_overrides", "model_impl",
-    "model_loader_extra_config", "model_weights", "override_attention_dtype", "quantization",
-    "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "runner", "seed", "tokenizer",
-    "tokenizer_mode", "tokenizer_revision", "trust_remote_code", "worker_cls", "worker_extension_cls"
-})  # fmt: skip
 
 
 def _checked(check: Callable[[Any], object], *fields: str, mode: Literal["before", "after"] = "after") -> Any:
@@ -236,7 +226,9 @@ class ExtractConfig(Settings):
 
     output: str = Field(min_length=1, description="Folder or URL of the run, e.g. runs/demo or s3://bucket/prefix.")
     model: str = Field(min_length=1, description="Hugging Face id, a model folder, or builtin:smollm2-135m-instruct.")
-    revision: str | None = Field(default=None, description="Revision of the model on the Hugging Face hub.")
+    revision: str | None = Field(
+        default=None, description="Revision of the model on the Hugging Face hub. The run uses its commit."
+    )
     layers: list[int | str] | str | int = Field(
         default="eagle3",
         description="Layer ids (0: embeddings, N: the last output before the final norm), -1 or last, all, eagle3.",
@@ -394,9 +386,7 @@ class ExtractConfig(Settings):
             "layers": self.layers,
             "chat_template_kwargs": hide_secrets(self.chat_template_kwargs),
             "include_output_tokens": self.include_output_tokens,
-            "engine_kwargs": hide_secrets(
-                {k: v for k, v in sorted(self.engine_kwargs.items()) if k in _ENGINE_MEANING}
-            ),
+            "engine_kwargs": engine_meaning(self.engine_kwargs),
             "input": self.input.meaning(),
         }
         if self.select != "all":

@@ -21,6 +21,7 @@ from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.markers import OBJECT
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.logger import get_logger
+from hsx_dist.models.weights import folder_weights, hub_commit
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Segment, object_name
 from hsx_dist.store import Store, open_store
@@ -354,6 +355,13 @@ def _tokenizer_sha256(model: Any) -> str | None:
         return None
 
 
+def _revision(model: Any) -> dict[str, Any]:
+    """Return what identifies the weights of vLLM's ``ModelConfig``: the hash of a folder, or the hub's commit."""
+    if (weights := folder_weights(model.model)) is not None:
+        return {"revision": model.revision, "weights": weights}
+    return {"revision": hub_commit(model.model, model.revision) or model.revision}
+
+
 def store_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> StoreOutlet:
     """Build the outlet of a bare connector.
 
@@ -367,7 +375,7 @@ def store_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> StoreOut
     model = vllm_config.model_config
     about = {
         "model": model.model,
-        "revision": model.revision,
+        **_revision(model),
         "tokenizer_sha256": _tokenizer_sha256(model),
         "num_hidden_layers": getattr(model.hf_text_config, "num_hidden_layers", None),
         "norm": "pre",

@@ -21,6 +21,7 @@ from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs.encode import Encoded, RowEncoder, TooLong, load_tokenizer
 from hsx_dist.inputs.rows import Row
 from hsx_dist.logger import get_logger
+from hsx_dist.models.weights import folder_weights
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.taps.capture_config import additional_config
 from hsx_dist.transport.local_end import LocalEnd, register, unregister
@@ -220,6 +221,11 @@ class Replica:
             self._sampling_params({})
         except (TypeError, ValueError, VLLMValidationError) as e:
             raise EngineError(f"sampling_params: expected arguments of vLLM's SamplingParams, got {e}") from e
+        if spec.weights is not None and (found := folder_weights(spec.model)) != spec.weights:
+            raise EngineError(
+                f"model: expected the files of the driver's {spec.model} on {os.uname().nodename}, got "
+                f"{'no folder' if found is None else 'other files'}. Copy one version of the model to all nodes"
+            )
         key = self._server.key if self._server is not None else None
         llm = LLM(**engine_arguments(spec, self._transport, self._address, self._name, authkey=key))
         self._engine = llm.llm_engine

@@ -71,6 +71,8 @@ class EngineSpec:
     #: Base of the sampling seeds, the same in every attempt of a run. A row's seed is derived from this seed and the
     #: row's key. Empty: vLLM chooses the seeds.
     seed: str = ""
+    #: ``models.weights.folder_weights`` of ``model`` on the driver's machine. None: no folder.
+    weights: str | None = None
 
     @property
     def ranks(self) -> int:

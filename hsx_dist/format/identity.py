@@ -2,7 +2,7 @@
 
 Two requests are the same sample if all of these are equal:
 
-- the model, its revision and the norm;
+- the model, the norm, and the revision and the hash of its weights if both requests have one;
 - the request, ``identity["request"]``, known when the request is queued. It covers the ids of its prompt, the LoRA
   adapter (name and path), the images (identifiers and places) and the cache salt. It also covers the layers, the
   selection, the loss mask, the metadata, and whether generated tokens are included;
@@ -33,7 +33,6 @@ from hsx_dist.format.description import stored_meta
 IDENTITY = "identity"
 #: Members of ``meta`` that describe one computation of a sample, not the sample.
 OF_ONE_COMPUTATION = frozenset({"bad", "expires", "finish_reason"})
-_OF_THE_MODEL = ("model", "revision", "norm")
 
 
 def identity_hash(*parts: Any) -> str:
@@ -91,7 +90,11 @@ def is_of_another(part: Part, request: str, about: Mapping[str, Any]) -> bool | 
 
 
 def _same_model(part: Part, about: Mapping[str, Any]) -> bool:
-    return all(part.about.get(name) == about.get(name) for name in _OF_THE_MODEL)
+    if any(part.about.get(name) != about.get(name) for name in ("model", "norm")):
+        return False
+    # Earlier versions recorded no commit of a moving branch, and no hash of a folder.
+    pairs = [(part.about.get(name), about.get(name)) for name in ("revision", "weights")]
+    return all(there == here for there, here in pairs if None not in (there, here))
 
 
 def _lasting(meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from hsx_dist.format.runs import (
     take_attempt,
     write_complete,
 )
-from hsx_dist.jobs.input_identity import differences
 from hsx_dist.jobs.ledger import RowLedger
+from hsx_dist.jobs.meaning import differences
 from hsx_dist.observe.console import Console
 from hsx_dist.reading.missing import missing_parts
 from hsx_dist.store import Store
@@ -30,6 +30,8 @@ from hsx_dist.store import Store
 
 def open_or_start_run(config: ExtractConfig, root: Store, meaning: dict[str, Any]) -> tuple[Place, Manifest]:
     """Open the run at the output, or start one. Returns the run and its manifest.
+
+    ``config``: with ``revision`` as the user wrote it. ``meaning``: ``run_meaning``.
 
     Raises:
         RunMismatch: the stored run has other settings, or ``resume`` forbids to start or to continue a run.
@@ -55,7 +57,7 @@ def open_or_start_run(config: ExtractConfig, root: Store, meaning: dict[str, Any
             f"resume: expected no run at {root.url} for resume=never, got one. Choose another output, or set "
             "resume=allow"
         )
-    differ = differences(place.info.get("meaning", {}), meaning)
+    differ = differences(place.info, meaning, config.revision)
     if differ:
         lines = "; ".join(f"{name}={has!r} (stored: {had!r})" for name, had, has in differ)
         raise RunMismatch(

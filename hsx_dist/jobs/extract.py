@@ -35,6 +35,7 @@ from hsx_dist.jobs.host_share import writer_bytes
 from hsx_dist.jobs.input_identity import count_rows, run_seed
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import HeldBytes, Limits, removable, seconds_left
+from hsx_dist.jobs.meaning import run_meaning
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.console import Console
 from hsx_dist.observe.metrics import Meter
@@ -117,15 +118,9 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read by vLLM when it is imported
     versions = preflight.check_versions(("vllm", "ray") if config.pool == "ray" else ("vllm",))
     root = preflight.open_output(config)
+    written, config = config, preflight.pin_revision(config)
     model = preflight.examine_model(config)
-    meaning = {
-        **config.meaning(),
-        "layers": list(model.layers),
-        **({} if (capture := capture_of_run(config, model.rows)) is None else {"source": "taps", "capture": capture}),
-        "tokenizer_sha256": model.tokenizer_sha256,
-        "chat_template_sha256": model.chat_template_sha256,
-    }
-    place, manifest = open_or_start_run(config, root, meaning)
+    place, manifest = open_or_start_run(written, root, run_meaning(config, model))
     if config.select != "all":
         console.print(f"note: {preflight.partial_note(config.select)}", soft_wrap=True)
     console.print(f"model {public_url(config.model)}: {preflight.captured_note(model)}", soft_wrap=True)
@@ -282,6 +277,7 @@ def engine_spec(config: ExtractConfig, model: preflight.Model, *, seed: str = ""
         in_flight_bytes=int(config.in_flight_bytes),
         rules=RowRules.of(config),
         seed=seed,
+        weights=model.weights,
     )
 
 

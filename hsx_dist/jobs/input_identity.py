@@ -51,18 +51,6 @@ def _require_content(place: Place, row: Row | RowFate, content: str | None) -> N
         )
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> list[tuple[str, Any, Any]]:
-    """Settings that differ: name (``input.text``) and both values. None: not set."""
-    found: list[tuple[str, Any, Any]] = []
-    for name in sorted({*before, *now}):
-        had, has = before.get(name), now.get(name)
-        if isinstance(had, Mapping) and isinstance(has, Mapping):
-            found += differences(had, has, f"{within}{name}.")
-        elif had != has:
-            found.append((f"{within}{name}", had, has))
-    return found
-
-
 def run_seed(run: Mapping[str, Any], sampling_params: Mapping[str, Any]) -> str:
     """The seed from which the rows' seeds are derived: the user's, else the run's id."""
     given = sampling_params.get("seed")

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import hsx_dist
@@ -15,6 +16,8 @@ from hsx_dist.connector.versions import TESTED as VLLM_TESTED
 from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.jobs.capture import CapturedRows, captured_rows, column_bytes, token_bytes
 from hsx_dist.logger import get_logger
+from hsx_dist.models.builtin import resolve_model
+from hsx_dist.models.weights import folder_weights, hub_commit
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.store import Store, open_store
 from hsx_dist.tokenizers import template_hash, tokenizer_hash
@@ -46,6 +49,8 @@ class Model:
     tokenizer_sha256: str
     #: SHA-256 of the template that renders chats. None if there is none.
     chat_template_sha256: str | None = None
+    #: ``models.weights.folder_weights`` of a folder. None for a model of the hub: its revision is a commit.
+    weights: str | None = None
 
     @property
     def itemsize(self) -> int:
@@ -99,6 +104,22 @@ def check_versions(packages: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
+def pin_revision(config: ExtractConfig) -> ExtractConfig:
+    """Replace ``revision`` by its commit, so that all replicas load the same weights while a branch moves.
+
+    Returns the same configuration for a folder.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    path = resolve_model(config.model)
+    if Path(path).is_dir():
+        return config
+    _load_config(config, path)
+    commit = hub_commit(path, config.revision)
+    return config.model_copy(update={"revision": commit}) if commit else config
+
+
 def examine_model(config: ExtractConfig) -> Model:
     """Read the model's configuration and tokenizer. Loads no weights.
 
@@ -106,7 +127,6 @@ def examine_model(config: ExtractConfig) -> Model:
         ConfigError: there is no such model, a layer id is wrong, or a page or segment cannot hold a token.
     """
     from hsx_dist.inputs.encode import load_tokenizer
-    from hsx_dist.models.builtin import resolve_model
 
     path = resolve_model(config.model)
     text = load_text_config(config, path)
@@ -124,6 +144,7 @@ def examine_model(config: ExtractConfig) -> Model:
         max_tokens=limit - 1,  # vLLM refuses a prompt of max_model_len: there would be no room for an answer
         tokenizer_sha256=tokenizer_hash(tokenizer),
         chat_template_sha256=template_hash(tokenizer),
+        weights=folder_weights(path),
     )
     ranks = whole_number(config, "tensor_parallel_size", 1)
     block = whole_number(config, "block_size", BLOCK_TOKENS) * column_bytes(rows, ranks)
@@ -147,17 +168,20 @@ def load_text_config(config: ExtractConfig, path: str) -> Any:
     Raises:
         ConfigError: there is no such model.
     """
+    return _load_config(config, path).get_text_config()
+
+
+def _load_config(config: ExtractConfig, path: str) -> Any:
     from transformers import AutoConfig
 
     trust = bool(config.engine_kwargs.get("trust_remote_code", False))
     try:
-        hf = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=trust)
+        return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=trust)
     except (OSError, ValueError) as e:
         raise ConfigError(
             f"model: expected a Hugging Face id or a folder with a config.json, got {config.model!r}: "
             f"{public_url(str(e).splitlines()[0])} Check the name, the access to the hub, or give a folder"
         ) from None
-    return hf.get_text_config()
 
 
 def state_dtype(config: ExtractConfig, text: Any) -> str:
@@ -237,6 +261,7 @@ def about(config: ExtractConfig, model: Model, versions: dict[str, str]) -> dict
     return {
         "model": public_url(config.model),
         "revision": config.revision,
+        **({} if model.weights is None else {"weights": model.weights}),
         "tokenizer_sha256": model.tokenizer_sha256,
         "num_hidden_layers": model.num_layers,
         "norm": "pre",

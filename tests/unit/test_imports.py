@@ -51,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "vllm_patches": {"errors", "logger"},
     "taps": {"errors"},
     "connector": {
+        "models",
         "taps",
         "vllm_patches",
         "errors",
@@ -78,7 +79,7 @@ ALLOWED: dict[str, set[str]] = {
             "format",
             "logger",
         ),
-        *("writers", "transport", "inputs", "observe", "ray_arguments", "taps"),
+        *("writers", "transport", "inputs", "models", "observe", "ray_arguments", "taps"),
     },
     "jobs": {
         *("inputs", "fleet", "ray_arguments", "taps"),

@@ -18,7 +18,7 @@ from hsx_dist.format.runs import load_manifest, read_heartbeat
 from hsx_dist.inputs.rows import Row, rows_from
 from hsx_dist.jobs.extract import account_for
 from hsx_dist.jobs.heartbeat import Heartbeat
-from hsx_dist.jobs.input_identity import count_rows, differences, run_seed
+from hsx_dist.jobs.input_identity import count_rows, run_seed
 from hsx_dist.observe.console import Console
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import random_sample
@@ -136,14 +136,3 @@ def test_seeds_are_the_runs_and_the_rows_own() -> None:
     assert len({row_seed(run, "a"), row_seed(run, "b"), row_seed(run_seed({"id": "abd"}, {}), "a")}) == 3
     assert run_seed({"id": "abc"}, {"seed": 3}) == run_seed({"id": "abd"}, {"seed": 3}) != run_seed({}, {"seed": 4})
     assert all(0 <= row_seed(run, str(i)) < 1 << 63 for i in range(1000))
-
-
-def test_settings_that_differ_are_named_down_to_the_field() -> None:
-    before = {"input": {"text": "text", "id": "id"}, "layers": [1], "engine_kwargs": {"dtype": "float32"}}
-    now = {"input": {"text": "body", "id": "id"}, "layers": [1], "engine_kwargs": {}, "select": "last"}
-    assert differences(before, now) == [
-        ("engine_kwargs.dtype", "float32", None),
-        ("input.text", "text", "body"),
-        ("select", None, "last"),
-    ]
-    assert differences(before, before) == []

@@ -1,0 +1,64 @@
+"""The identity of a model's weights: the commit of a model of the hub, or the hash of a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from hsx_dist.errors import ConfigError
+
+#: Weights, and the code that ``trust_remote_code`` runs.
+_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py")
+_RULES = ("config.json", "hf_quant_config.json", "quantize_config.json")
+_BLOCK, _BLOCKS = 4096, 64
+
+
+def folder_weights(model: str) -> str | None:
+    """Hash the configuration, the code and a sample of the weights in a model's folder.
+
+    Of each file, the hash has the name, the size and 64 blocks of 4 KiB at equal distances. Another
+    checkpoint of a training differs there. Weights that differ in a single tensor may have the same hash.
+
+    Returns:
+        64 hex digits, or None if ``model`` is no folder.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return None
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(folder.iterdir()):
+            if path.name in _RULES or path.suffix in _FILES:
+                with path.open("rb") as f:
+                    size = f.seek(0, os.SEEK_END)
+                    digest.update(f"{path.name!a} {size}\n".encode())
+                    for start in _starts(size):
+                        f.seek(start)
+                        digest.update(f.read(_BLOCK))
+    except OSError as e:
+        raise ConfigError(
+            f"{e.filename or model}: expected a readable file of the model, got {e.strerror}. Make it readable"
+        ) from e
+    return digest.hexdigest()
+
+
+def hub_commit(model: str, revision: str | None) -> str | None:
+    """Return the commit of the hub's model whose ``config.json`` was loaded last. None if the cache has none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except ValueError:  # no id of the hub
+        return None
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
+def _starts(size: int) -> list[int]:
+    """Offsets of the blocks: all of a small file, else from the first to the last at equal distances."""
+    if size <= _BLOCK * _BLOCKS:
+        return list(range(0, size, _BLOCK))
+    return [(size - _BLOCK) * i // (_BLOCKS - 1) for i in range(_BLOCKS)]

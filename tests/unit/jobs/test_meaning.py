@@ -1,0 +1,169 @@
+"""A run resumes only with the settings, and the weights, with which its samples were computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hsx_dist.config import ExtractConfig, load_config
+from hsx_dist.config.engine_arguments import SPEED_ONLY
+from hsx_dist.errors import ConfigError, EngineError, RunMismatch
+from hsx_dist.fleet.replica import Replica
+from hsx_dist.format.identity import is_of_another
+from hsx_dist.format.place import start_run
+from hsx_dist.jobs import preflight
+from hsx_dist.jobs.attempt import open_or_start_run
+from hsx_dist.jobs.extract import engine_spec
+from hsx_dist.jobs.meaning import differences, run_meaning
+from hsx_dist.jobs.preflight import examine_model, pin_revision
+from hsx_dist.models.tiny import tiny_llama
+from hsx_dist.models.weights import folder_weights
+from hsx_dist.testing.stores import MemoryStore
+
+COMMITS = "a" * 40, "b" * 40
+
+
+def config(model: object, **settings: Any) -> ExtractConfig:
+    return load_config(None, (), model=str(model), output="memory://out", layers=[1], pool="threads", **settings)
+
+
+def resume(store: MemoryStore, written: ExtractConfig) -> dict[str, Any]:
+    """Start or resume a run as the driver does. Returns ``run.json``."""
+    pinned = pin_revision(written)
+    place, _ = open_or_start_run(written, store, run_meaning(pinned, examine_model(pinned)))
+    return dict(place.info)
+
+
+def test_settings_that_differ_are_named_down_to_the_field() -> None:
+    before = {"input": {"text": "text", "id": "id"}, "layers": [1], "engine_kwargs": {"dtype": "float32"}}
+    now = {"input": {"text": "body", "id": "id"}, "layers": [1], "engine_kwargs": {}, "select": "last"}
+    assert differences({"meaning": before}, now, None) == [
+        ("engine_kwargs.dtype", "float32", None),
+        ("input.text", "text", "body"),
+        ("select", None, "last"),
+    ]
+    assert differences({"meaning": before}, before, None) == []
+
+
+def test_the_arguments_of_speed_are_vllms() -> None:
+    """All others, also those of later versions, are part of the meaning."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert not SPEED_ONLY - {f.name for f in dataclasses.fields(EngineArgs)}
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"quantization_config": {"linear": "fp8"}},
+        {"kv_cache_dtype": "fp8"},
+        {"attention_config": {"use_trtllm_attention": True}},
+        {"additional_config": {"x": 1}},
+        {"an_argument_of_a_later_version": 1},
+    ],
+)
+def test_an_engine_argument_that_may_change_samples_is_compared(argument: dict[str, Any]) -> None:
+    without, given = (config("m", engine_kwargs=kwargs) for kwargs in ({}, {**argument, "max_num_seqs": 4}))
+    for one, other in ((without, given), (given, without)):
+        assert differences({"meaning": one.meaning(), "settings": one.public()}, other.meaning(), None)
+    # An earlier version recorded all arguments, but compared only some of them.
+    old = {"meaning": without.meaning(), "settings": given.public()}
+    assert not differences(old, given.meaning(), None)
+    assert differences(old, without.meaning(), None)
+
+
+def test_a_folder_with_other_weights_is_refused_at_resume_and_on_another_node(tmp_path: Path) -> None:
+    """A training writes its next checkpoint to the same path: the same names, sizes and headers."""
+    store, model = MemoryStore(), tiny_llama(tmp_path / "model", seed=0)
+    assert resume(store, config(model))["meaning"]["weights"] == folder_weights(str(model))
+    facts = examine_model(config(model))
+    assert preflight.about(config(model), facts, {})["weights"] == facts.weights
+    resume(store, config(model))
+    tiny_llama(model, seed=1)
+    with pytest.raises(RunMismatch, match=r"weights='[0-9a-f]{64}' \(stored: '[0-9a-f]{64}'\)"):
+        resume(store, config(model))
+    replica = Replica.__new__(Replica)
+    replica._spec = engine_spec(config(model), facts)
+    with pytest.raises(EngineError, match=r"expected the files of the driver's .*, got other files"):
+        replica._start()
+
+
+def test_a_run_of_an_earlier_version_without_weights_resumes(tmp_path: Path) -> None:
+    store, model = MemoryStore(), tiny_llama(tmp_path / "model")
+    meaning = run_meaning(config(model), examine_model(config(model)))
+    start_run(store, {"meaning": {k: v for k, v in meaning.items() if k != "weights"}})
+    resume(store, config(model))
+
+
+def test_a_branch_that_moved_is_refused_and_its_commit_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All replicas load the commit to which the driver resolved the branch."""
+    folder = tmp_path / "models--org--name"
+    for i, commit in enumerate(COMMITS):
+        tiny_llama(folder / "snapshots" / commit, seed=i)
+    (folder / "refs").mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+    def move(commit: str) -> None:
+        (folder / "refs" / "main").write_text(commit)
+
+    store = MemoryStore()
+    move(COMMITS[0])
+    info = resume(store, config("org/name"))
+    assert info["meaning"]["revision"] == COMMITS[0]
+    assert "weights" not in info["meaning"]
+    assert info["settings"]["revision"] is None
+    pinned = pin_revision(config("org/name"))
+    assert engine_spec(pinned, examine_model(pinned)).revision == COMMITS[0]
+    move(COMMITS[1])
+    with pytest.raises(RunMismatch, match=rf"revision='{COMMITS[1]}' \(stored: '{COMMITS[0]}'\)"):
+        resume(store, config("org/name"))
+    resume(store, config("org/name", revision=COMMITS[0]))
+    # An earlier version recorded the revision as written.
+    for written, fine in ((None, True), ("main", False)):
+        old = MemoryStore()
+        start_run(old, {"meaning": {**info["meaning"], "revision": None}})
+        if fine:
+            resume(old, config("org/name", revision=written))
+        else:
+            with pytest.raises(RunMismatch, match="revision='main'"):
+                resume(old, config("org/name", revision=written))
+
+
+def test_the_hash_of_a_folder_is_of_configuration_code_and_weights(tmp_path: Path) -> None:
+    def put(name: str, data: bytes) -> str:
+        (tmp_path / name).write_bytes(data)
+        return str(folder_weights(str(tmp_path)))
+
+    big = bytearray(5_000_000)
+    seen = [put("config.json", b"{}"), put("modeling.py", b"x"), put("a.safetensors", bytes(big)), put("b.bin", b"")]
+    for place in (0, 3000, len(big) - 1):
+        big[place] = 1
+        seen.append(put("a.safetensors", bytes(big)))
+    seen += [put("a.safetensors", bytes(big) + b"\0"), put("config.json", json.dumps({"rope_theta": 1}).encode())]
+    assert len(set(seen)) == len(seen)
+    assert put("README.md", b"x") == put("trainer_state.json", b"{}") == seen[-1]
+    assert folder_weights("org/name") is None
+    (tmp_path / "c.safetensors").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=r"c\.safetensors: expected a readable file of the model"):
+        folder_weights(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("stored", "now", "another"),
+    [
+        ({"revision": None}, {"revision": "a"}, False),  # an earlier version recorded no commit
+        ({"revision": "b"}, {"revision": "a"}, True),
+        ({"weights": "b"}, {"weights": "a"}, True),
+        ({}, {"weights": "a"}, False),
+    ],
+)
+def test_samples_of_other_weights_are_other_samples(stored: Any, now: Any, another: bool) -> None:
+    about = {"model": "m", "norm": "pre"}
+    segment = SimpleNamespace(segment=SimpleNamespace(meta={"identity": {"request": "r"}}))
+    part: Any = SimpleNamespace(about={**about, **stored}, segments=[segment])
+    assert is_of_another(part, "r", {**about, **now}) is another
