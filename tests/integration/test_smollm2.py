@@ -100,10 +100,11 @@ def test_stored_states_are_those_of_transformers(rows, smollm2_path, tmp_path, d
         assert np.mean(losses[-20:]) < 0.6 * np.mean(shuffled[-20:])
 
 
-def test_a_run_that_version_1_began_is_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_run_that_a_stored_version_began_is_finished(version: int, tmp_path: Path) -> None:
     """The driver was killed after six of nine rows. Proven rows stay, and the rest equals an undisturbed run."""
     output = tmp_path / "run"
-    shutil.copytree(GOLDEN / "v1-unfinished", output)
+    shutil.copytree(GOLDEN / f"v{version}-unfinished", output)
     settings = ["enforce_eager=true", "max_model_len=256", "dtype=float32"]
     flags = ["--model", "builtin:smollm2-135m-instruct", "--input", str(GOLDEN / "rows.jsonl"), "--layers", "2,15"]
     done = subprocess.run(
@@ -119,7 +120,7 @@ def test_a_run_that_version_1_began_is_finished(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "attempt 2: 9 rows, 6 of them done" in done.stdout
-    run, whole = open_run(str(output)), open_run(str(GOLDEN / "v1-complete"))
+    run, whole = open_run(str(output)), open_run(str(GOLDEN / f"v{version}-complete"))
     assert run.complete
     assert (list(run.keys()), set(run.refused)) == (list(whole.keys()), set(whole.refused))
     attempts = {key: run.index.parts[run.index.part_of[i]].attempt for i, key in enumerate(run.keys())}

@@ -1,8 +1,8 @@
-"""Runs that version 1 stored: a complete one, and one whose driver was killed.
+"""Runs of each version of ``run.json``: a complete one, and one whose driver was killed.
 
-Both are of SmolLM2, layers 2 and 15, in float32, for the rows of ``tests/golden/rows.jsonl``. Version 1 made them with
-``pool=threads``, ``part_seconds=0.05`` and ``task_rows=1``. SIGKILL ended the second one while it stored its third
-receipt. ``tests/integration/test_smollm2.py`` resumes it.
+They are of SmolLM2, layers 2 and 15, in float32, for the rows of ``tests/golden/rows.jsonl``. ``hsx extract`` made them
+with ``pool=threads``, ``part_seconds=0.05`` and ``task_rows=1``. SIGKILL ended the unfinished ones at their third
+receipt. ``tests/integration/test_smollm2.py`` resumes them.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def copied(tmp_path: Path) -> Any:
     return copy
 
 
-def test_a_complete_run_reads_as_it_did() -> None:
-    store = open_store(str(FOLDER / "v1-complete"))
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_complete_run_reads_as_it_did(version: int) -> None:
+    store = open_store(str(FOLDER / f"v{version}-complete"))
     assert read(store.url) == STATES
     assert verify_run(store).ok
     status = run_status(store)
@@ -63,24 +64,27 @@ def test_a_complete_run_reads_as_it_did() -> None:
     assert status.rows == {"total": 9, "stored": 8, "refused": 1, "failed": 0, "poison": 0, "open": 0}
 
 
-def test_an_unfinished_run_reads_as_far_as_it_went() -> None:
-    store = open_store(str(FOLDER / "v1-unfinished"))
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_unfinished_run_reads_as_far_as_it_went(version: int) -> None:
+    store = open_store(str(FOLDER / f"v{version}-unfinished"))
     assert read(store.url) == {key: STATES[key] for key in KEPT}
     assert verify_run(store).ok
     assert run_status(store, observe_seconds=0).state == "silent"
 
 
-def test_an_unfinished_run_is_taken_over_collected_and_removed(copied: Any) -> None:
-    root = copied("v1-unfinished")
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_unfinished_run_is_taken_over_collected_and_removed(version: int, copied: Any) -> None:
+    root = copied(f"v{version}-unfinished")
     place = open_place(root)
     config = load_config(None, (), model="m", output=root.url)
     attempt = begin_attempt(config, place)
     ledger, manifest = take_over(place, attempt, Console(file=io.StringIO()))
     assert (attempt, set(manifest.samples), manifest.void) == (2, KEPT, frozenset())
     ledger.flush()
-    root.put("data/part-0001-local-0064c092-000004.safetensors", [b"its receipt never came"])
-    assert [info.name for info in unproven(place, seal=True)] == ["data/part-0001-local-0064c092-000004.safetensors"]
-    assert len(list(unfinished(root))) == 1
+    name = "data/part-0001-local-0064c092-000004.safetensors"
+    place.store.put(name, [b"its receipt never came"])
+    assert [info.name for info in unproven(place, seal=True)] == [name]
+    assert len(list(unfinished(root))) == (1 if version == 1 else 0)
     assert read(root.url) == {key: STATES[key] for key in KEPT}
     assert not is_complete(place.store)
     assert remove_run(root, place) > 10
