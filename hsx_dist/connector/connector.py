@@ -53,10 +53,11 @@ from hsx_dist.observe.metrics import Increments
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.transport.attach import AttachedEnd
 from hsx_dist.transport.local_end import registered
-from hsx_dist.vllm_patches import captures, resets
+from hsx_dist.vllm_patches import captures, rejections, resets
 from hsx_dist.vllm_patches.cache_writes import watch
 from hsx_dist.vllm_patches.loads import Loads, loaded_tokens, warn_of_loads
 from hsx_dist.vllm_patches.no_drafts import never_draft, uses_v1_runner
+from hsx_dist.vllm_patches.rejections import was_rejected
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -106,6 +107,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._increments: Increments | None = None
         if role == KVConnectorRole.SCHEDULER:
             resets.install(pending_of)
+            rejections.install()
             self._scheduler = SchedulerHalf(
                 self._settings,
                 block_size=self._block_size,
@@ -128,6 +130,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler is not None
+        if was_rejected(request):
+            return
         self._scheduler.new_request(request)
         if self._layer_ids is not None and uses_v1_runner(self._vllm_config):
             never_draft(request)
@@ -161,6 +165,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
+        if was_rejected(request):
+            return False, None
         return self._scheduler.request_finished(request, block_ids)
 
     def request_finished_all_groups(

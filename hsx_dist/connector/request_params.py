@@ -51,8 +51,9 @@ MAX_COMPONENT_BYTES = 240
 MAX_PATH_NAMES = 8
 #: UTF-8 bytes of a path with the output's URL before it. S3 and GCS allow 1,024, for the markers' names too.
 MAX_URL_BYTES = 1000
-#: Number of kept characters of an engine's request id. A client may send an id of megabytes.
-MAX_ID = 256
+#: A request id that a sample's name may begin with, and the random digits that the engine appends. The digits are
+#: dropped: a client that knows the id of a live request could address that request.
+_PLAIN_ID = re.compile(r"([0-9A-Za-z_][0-9A-Za-z_.-]{0,89}?)(?:-[0-9a-f]{8})?")
 
 #: vLLM's OpenAI server names the i-th prompt of a completion ``cmpl-ID-i``, and the engine adds 8 random digits.
 _BATCH = re.compile(r"cmpl-.*-(\d{1,9})-[0-9a-f]{8}", re.DOTALL)
@@ -121,8 +122,8 @@ ALL = TokenSelection()
 class RequestParams:
     """The resolved options of a request.
 
-    ``id``: the request's id, shortened if it is long; unique among all requests. ``path``: the object's name under the
-    output, if the client chose a path that is not the object name of a key.
+    ``id``: the connector's own id of the request, random, so that no client can choose or guess it. ``path``: the
+    object's name under the output, if the client chose a path that is not the object name of a key.
     """
 
     id: str
@@ -140,7 +141,7 @@ class RequestParams:
     #: 0 or 1 for each token of the prompt, uint8.
     loss_mask: np.ndarray[Any, Any] | None = None
     metadata: str = ""  # a JSON object as text
-    #: The client gave the key or the path. If False, ``key`` is the engine's request id, which is unique.
+    #: The client gave the key or the path. If False, ``key`` is ``id``.
     chosen: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
 
@@ -153,6 +154,12 @@ class RequestParams:
     def name(self) -> str:
         """The object's name under the output, for one object per sample."""
         return self.path or object_name(self.key) + OBJECT
+
+
+def own_id(request_id: str) -> str:
+    """Return a random id for a request of the engine. It begins with the engine's id, if that is short and plain."""
+    plain = _PLAIN_ID.fullmatch(request_id)
+    return f"{plain.group(1)}-{uuid4().hex}" if plain else uuid4().hex
 
 
 def read_request_params(
@@ -178,8 +185,7 @@ def read_request_params(
     _note_unknown(params, refused)
 
     read = partial(_read, params, refused)
-    # vLLM passes a client's own id for requests that its server rejects: it may be empty, or very long.
-    own_id = request_id if 0 < len(request_id) <= MAX_ID else f"{request_id[:MAX_ID]}~{uuid4().hex}"
+    own = own_id(request_id)
     prompt, choice = place(request_id)
     key = read("hidden_states_key", None, lambda v: sample_key(_key(v), prompt=prompt, choice=choice))
     path = read("hidden_states_path", None, lambda v: custom_name(v, output, allow_custom_path, prompt, choice))
@@ -190,8 +196,8 @@ def read_request_params(
     # Such a path is the object name of a key: ``object_name`` returns the same name for it.
     by_path = path is not None and is_of_a_key(path)
     return RequestParams(
-        id=own_id,
-        key=key or (own_id if path is None else path.removesuffix(OBJECT)),
+        id=own,
+        key=key or (own if path is None else path.removesuffix(OBJECT)),
         path=None if by_path else path,
         by_path=by_path,
         save=read("hidden_states_save", True, _flag),

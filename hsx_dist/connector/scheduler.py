@@ -18,7 +18,7 @@ from hsx_dist.connector.connector_config import ConnectorConfig
 from hsx_dist.connector.failure_markers import used_before
 from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.request_identity import inputs_of, request_hash, too_long
-from hsx_dist.connector.request_params import OURS, PARAMS, RequestParams, read_request_params
+from hsx_dist.connector.request_params import OURS, PARAMS, RequestParams, own_id, read_request_params
 from hsx_dist.connector.step import Expect, Save, Skip
 from hsx_dist.connector.token_selection import Chosen, choose
 from hsx_dist.format.identity import IDENTITY, identity_hash
@@ -104,15 +104,16 @@ class SchedulerHalf:
 
     def _admitted(self, request: Request) -> _KnownRequest:
         """Read a request's parameters. On an error nothing is stored for it; an exception would end the engine."""
+        options = RequestParams(own := own_id(request.request_id), own)
         try:
-            return self._admit(request)
+            options = self._read(request)
+            return self._admit(request, options)
         except Exception as e:
-            log.exception("parameters of request %s cannot be read", bounded(request.request_id))
+            log.exception("parameters of request %s cannot be read", options.id)
             why = bounded(f"the request's parameters cannot be read: {type(e).__name__}: {e}")
-            return _refused(self._read(request), why)
+            return _refused(options, why)
 
-    def _admit(self, request: Request) -> _KnownRequest:
-        options = self._read(request)
+    def _admit(self, request: Request, options: RequestParams) -> _KnownRequest:
         if options.save and (why := too_long(request)):
             return _refused(options, why)
         if options.save and not self._points:
@@ -377,8 +378,11 @@ class SchedulerHalf:
             known = self._known.get(new.req_id)
             if known is not None and known.owner is None and known.options.save and known.conflict is None:
                 options = known.options
-                owner = self._owner(known)
-                meta.expected.append(Expect(options.id, options.name, owner, options.chosen, known.request))
+                try:
+                    owner = self._owner(known)
+                    meta.expected.append(Expect(options.id, options.name, owner, options.chosen, known.request))
+                except Exception:
+                    log.exception("request %s has no name", options.id)
         return meta
 
     def tokens_were_loaded(self, tokens: int) -> None:

@@ -13,6 +13,8 @@ logged in each of these cases; for ``loads``, an error.
   sample is stored.
 - ``resets`` (0.31, 0.32, 0.33): ``EngineCore.reset_prefix_cache``. If it is missing, a reset fails while blocks are
   held.
+- ``rejections`` (0.31, 0.32, 0.33): ``EngineCore.add_request``. If it is missing, a rejected request may enter the
+  engine under the id of a live request, and the engine ends.
 - ``model_loads`` (0.31 with the V1 runner, 0.32, 0.33): ``BaseModelLoader.load_model``. If it is missing, an engine
   with taps is refused.
 

@@ -157,6 +157,21 @@ def test_no_request_id_reaches_a_path_outside_of_the_prefix(served):
     served.load(path, wait=30)
 
 
+@pytest.mark.parametrize("route", ["/v1/completions", "/invocations"])
+def test_a_rejected_request_ends_no_engine_and_no_other_request(served, route):
+    """vLLM adds a rejected request with ``do_remote_prefill`` to the engine, under the client's own text as its id."""
+    answer = served.client.completions.create(model="tiny", prompt=list(range(5, 205)), max_tokens=1)
+    held = answer.kv_transfer_params["hidden_states_key"]
+    for name in ("", held, held[:-33], "free"):
+        body = {"model": "tiny", "prompt": "x", "stream": True, "use_beam_search": True, "request_id": name}
+        params = {"do_remote_prefill": True}
+        headers = {} if route == "/invocations" else {"Authorization": f"Bearer {API_KEY}"}
+        refused = httpx.post(f"{served.url}{route}", json={**body, "kv_transfer_params": params}, headers=headers)
+        assert refused.status_code == 400
+    served.load(answer.kv_transfer_params["hidden_states_path"], wait=30)
+    assert served.client.completions.create(model="tiny", prompt="Hello.", max_tokens=1).kv_transfer_params
+
+
 def test_a_client_that_sends_what_it_should_not_harms_only_itself(served, tokenizer):
     deep: Any = 1
     for _ in range(600):

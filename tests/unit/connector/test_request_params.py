@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import time
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 
 from hsx_dist.connector.request_params import (
     ALL,
-    MAX_ID,
     MAX_METADATA_DEPTH,
     MAX_PARAMS,
     MAX_UNKNOWN,
@@ -56,7 +56,7 @@ def read(params, request_id="r-1", *, allowed=True, prompt_tokens=2, captured=No
 def test_a_key_and_a_path_together_are_both_refused(path):
     both = {"hidden_states_key": "row-17", "hidden_states_path": path}
     options = read(both)
-    assert (options.key, options.path, options.by_path, options.chosen) == ("r-1", None, False, False)
+    assert (options.key, options.path, options.by_path, options.chosen) == (options.id, None, False, False)
     assert set(options.refused) == set(both)
     assert all("Give one" in reason for reason in options.refused.values())
     # If the path has its own fault, only the path is ignored.
@@ -66,7 +66,7 @@ def test_a_key_and_a_path_together_are_both_refused(path):
 
 def test_nothing_asked_is_everything_under_the_requests_own_id():
     options = read({})
-    assert (options.key, options.layer_ids, options.tokens, options.save) == ("r-1", CAPTURED, ALL, True)
+    assert (options.key, options.layer_ids, options.tokens, options.save) == (options.id, CAPTURED, ALL, True)
     assert not options.chosen
     assert not options.refused
 
@@ -134,7 +134,7 @@ def test_a_wrong_value_is_refused_alone(name, value):
     assert set(options.refused) == {name}
     assert "expected" in options.refused[name]
     assert options == read({}) or options.refused  # the rest is as if it had not been given
-    assert (options.key, options.layer_ids, options.tokens, options.save) == ("r-1", CAPTURED, ALL, True)
+    assert (options.key, options.layer_ids, options.tokens, options.save) == (options.id, CAPTURED, ALL, True)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_no_path_leaves_the_prefix_or_hits_a_companion(path):
     options = read({"hidden_states_path": path})
     assert options.path is None
     assert set(options.refused) == {"hidden_states_path"}
-    assert options.name == "r-1.safetensors"
+    assert options.name == f"{options.id}.safetensors"
 
 
 def test_paths_under_the_prefix_absolute_or_not():
@@ -258,7 +258,7 @@ OF_A_RUN = [
 def test_no_path_is_an_object_of_a_run(path):
     options = read({"hidden_states_path": path})
     assert "hidden_states_path" in options.refused
-    assert options.name == "r-1.safetensors"
+    assert options.name == f"{options.id}.safetensors"
     assert read({"hidden_states_path": "mine/data/x.safetensors"}).path == "mine/data/x.safetensors"
 
 
@@ -274,7 +274,7 @@ def test_no_path_is_an_object_of_a_run_without_an_id_in_a_folder_below(folder, n
     for path in (f"{folder}/{name}", f"{folder}/{name.upper()}"):
         options = read({"hidden_states_path": path})
         assert "hidden_states_path" in options.refused
-        assert options.name == "r-1.safetensors"
+        assert options.name == f"{options.id}.safetensors"
 
 
 def test_a_request_keeps_no_run_from_starting_in_a_folder_below(tmp_path):
@@ -338,7 +338,9 @@ def test_what_lies_under_a_path_never_replaces_the_object_or_the_marker_of_a_key
     """An object with a path replaces the existing one. One with a key is stored only if none exists."""
     options = read({"hidden_states_path": path})
     if options.path is None:
-        assert options.name == ("r-1.safetensors" if options.refused else path)  # stored like a key's: only if absent
+        assert options.name == (
+            f"{options.id}.safetensors" if options.refused else path
+        )  # stored like a key's: only if absent
         assert options.by_path == (not options.refused)
         return
     for key in KEYS:
@@ -397,13 +399,32 @@ def test_metadata_has_a_depth_and_travels_as_text():
     assert read({}).metadata == ""
 
 
-def test_a_long_request_id_is_cut_and_stays_one_of_its_own():
-    long = "cmpl-" + "x/" * 500_000 + "-3-1a2b3c4d"
-    first, second = read({}, long), read({}, long)
-    assert len(first.key) <= MAX_ID + 33
+@pytest.mark.parametrize(
+    ("request_id", "begins"),
+    [
+        ("cmpl-8ff4d9871ca1f8af-0-a32f3a19", "cmpl-8ff4d9871ca1f8af-0-"),
+        ("0-a32f3a19", "0-"),
+        ("1_chatcmpl-x.y-a32f3a19", "1_chatcmpl-x.y-"),
+        ("X", "X-"),
+        ("", ""),
+        ("-a32f3a19", ""),
+        ("my/../../id-a32f3a19", ""),
+        (".hidden", ""),
+        ("line\n", ""),
+        ("\ud800", ""),
+        ("cmpl-" + "x/" * 500_000 + "-3-1a2b3c4d", ""),
+        ("x" * 1_000_000, ""),
+    ],
+    ids=lambda text: text[:40].encode("ascii", "backslashreplace").decode(),
+)
+def test_a_sample_without_a_key_does_not_name_the_engines_id(request_id, begins):
+    first, second = read({}, request_id), read({}, request_id)
     assert first.key == first.id != second.id
-    assert read({"hidden_states_key": "k"}, long).key == "k-p3"
-    assert read({"hidden_states_key": "k"}, "7_" + long).key == "k-p3-n7"
+    assert re.fullmatch(re.escape(begins) + "[0-9a-f]{32}", first.id)
+    assert first.name == f"{first.id}.safetensors"
+    if "-3-" in request_id:
+        assert read({"hidden_states_key": "k"}, request_id).key == "k-p3"
+        assert read({"hidden_states_key": "k"}, "7_" + request_id).key == "k-p3-n7"
 
 
 LARGE = 3_000_000

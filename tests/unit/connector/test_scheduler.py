@@ -54,6 +54,11 @@ def an_image(identifier: str, offset: int = 0) -> SimpleNamespace:
     return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=2))
 
 
+def engines_id(own: str) -> str:
+    """The engine's id that the connector's own id of a request begins with."""
+    return own[:-33]
+
+
 def meta(scheduler: SchedulerHalf, *new: Request):
     """Run one step, in which ``new`` are scheduled for the first time."""
     return scheduler.build_meta(
@@ -146,7 +151,8 @@ def test_owners_take_turns_and_are_told_when_a_request_is_first_scheduled():
     for r in requests:
         scheduler.new_request(r)
     m = meta(scheduler, *requests)
-    assert [(e.request_id, e.owner) for e in m.expected] == [(r.request_id, i % 2) for i, r in enumerate(requests)]
+    told = [(engines_id(e.request_id), e.owner) for e in m.expected]
+    assert told == [(r.request_id, i % 2) for i, r in enumerate(requests)]
     assert meta(scheduler, requests[0]).expected == []  # preempted and resumed: the V2 runner receives it as new again
     for r in requests:
         scheduler.request_finished(r, [1])
@@ -172,7 +178,9 @@ def test_requests_of_one_name_have_one_owner_whatever_becomes_of_them():
     for each in r:
         scheduler.request_finished(each, [1])
     last = meta(scheduler)
-    owners = {told.request_id: told.owner for told in (*first.expected, *first.skipped, *last.saves, *last.skipped)}
+    owners = {engines_id(told.request_id): told.owner for told in (*first.expected, *first.skipped, *last.skipped)} | {
+        told.request_id: told.owner for told in last.saves
+    }
     assert set(owners) == {each.request_id for each in r}
     assert len({owners[f"{name}-1"] for name in "acdeh"}) == 1
     assert owners["f-1"] == owners["g-1"]
@@ -346,8 +354,8 @@ def test_a_key_of_another_prompt_is_refused_before_its_first_token(outputs):
     scheduler.new_request(third)  # the same sample again
     m = meta(scheduler, second, third)
     (skip,) = m.skipped
-    assert (skip.request_id, skip.conflict, skip.quiet) == ("b-1", True, False)
-    assert [e.request_id for e in m.expected] == ["c-1"]
+    assert (engines_id(skip.request_id), skip.conflict, skip.quiet) == ("b-1", True, False)
+    assert [engines_id(e.request_id) for e in m.expected] == ["c-1"]
     held, answer = scheduler.request_finished(second, [1])
     assert not held
     assert "used before" in answer["hidden_states_meta"]["refused"]["hidden_states_key"]
@@ -515,21 +523,58 @@ def test_what_vllm_pickles_of_a_request_for_its_workers_has_no_parameters_of_a_c
     assert shared.extra_args["kv_transfer_params"]
 
 
-def test_a_request_id_of_any_length_costs_what_a_short_one_does():
+@pytest.mark.parametrize(
+    "request_id",
+    ["", "\ud800", "\n", "..", "/", "-1a2b3c4d", "x" * 1_000_000 + "-1a2b3c4d"],
+    ids=lambda text: text[:9].encode("ascii", "backslashreplace").decode(),
+)
+@pytest.mark.parametrize("params", [{}, {"hidden_states_key": "k"}, {"hidden_states_save": False}], ids=str)
+def test_no_request_id_of_a_client_ends_a_step_or_names_a_sample(request_id, params):
     scheduler = half()
-    long = "x" * 1_000_000 + "-1a2b3c4d"
-    stored, skipped = request(4, 4, request_id=long), request(4, 0, request_id=f"{long}9", hidden_states_key="k")
-    for r in (stored, skipped):
-        scheduler.new_request(r)
-    first = meta(scheduler, stored, skipped)
-    for r in (stored, skipped):
-        scheduler.request_finished(r, [1])
-    last = meta(scheduler)
-    (save,) = last.saves
-    assert save.request_id == long  # vLLM needs its own unchanged
-    assert save.id == save.key == first.expected[0].request_id
-    assert last.skipped[0].request_id == first.expected[1].request_id != save.id
-    assert max(len(e.request_id) for e in first.expected) < 400
+    for computed in (4, 0):
+        made = request(4, computed, request_id=request_id, **params)
+        scheduler.new_request(made)
+        before = meta(scheduler, made)
+        held, _ = scheduler.request_finished(made, [1])
+        after = meta(scheduler)
+        assert held == (computed == 4 and params.get("hidden_states_save", True))
+        assert [s.request_id for s in after.saves] == [made.request_id] * held  # vLLM needs its own unchanged
+        told = [*before.expected, *((s for s in after.saves) if held else after.skipped)]
+        ours = {getattr(t, "id", "") or t.request_id for t in told}
+        (own,) = ours
+        assert own != request_id
+        assert len(own) < 200
+        assert not any(t.key == request_id for t in (*after.saves, *after.skipped))
+        scheduler.copies_done({made.request_id})
+
+
+def test_two_requests_of_one_id_are_two_samples_to_the_worker():
+    """vLLM adds rejected requests to the engine under the client's text, as of a request that is being stored."""
+    scheduler = half()
+    for _ in range(2):
+        assert scheduler.request_finished(request(4, 4, request_id="cmpl-x-0-1a2b3c4d"), [1])[0]
+    first, second = meta(scheduler).saves
+    assert first.id != second.id
+    assert first.key != second.key
+    assert "1a2b3c4d" not in first.key
+
+
+@pytest.mark.parametrize("step", ["_read", "_owner", "_skip", "_unwanted"])
+def test_an_error_of_any_step_leaves_no_method(monkeypatch, caplog, step):
+    def fail(*args, **kwargs):
+        raise ValueError("a sample key must not be empty")
+
+    scheduler = half()
+    made = [request(4, computed, request_id=f"{computed}-1") for computed in (4, 0)]
+    monkeypatch.setattr(SchedulerHalf, step, fail)
+    for each in made:
+        scheduler.new_request(each)
+    meta(scheduler, *made)
+    for each in made:
+        scheduler.request_finished(each, [1])
+    assert "a sample key must not be empty" in caplog.text
+    monkeypatch.undo()
+    assert scheduler.request_finished(request(4, 4), [1])[0]
 
 
 def test_an_images_long_identifier_is_hashed():
@@ -588,7 +633,7 @@ def test_an_error_that_one_request_causes_costs_it_alone(monkeypatch, step):
     (skip,) = told.skipped
     assert (skip.key, skip.name, skip.quiet) == ("bad", "bad.safetensors", False)
     assert "RecursionError: nested" in skip.reason
-    assert [e.request_id for e in first.expected] == ["a", "bad", "b"]
+    assert [e.name for e in first.expected] == ["a.safetensors", "bad.safetensors", "b.safetensors"]
     scheduler.copies_done({"a", "b"})
     assert scheduler.pending == 0
 
