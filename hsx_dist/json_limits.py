@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 
@@ -21,19 +22,25 @@ def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
     while level:
         below: list[Any] = []
         for item in level:
-            left -= _least_bytes(item)
+            # Checks of abstract classes for each item would be most of the cost.
+            kind = _kind(type(item))  # type: ignore[arg-type]  # mypy: a type is not hashable
+            if kind is int:
+                left -= item.bit_length() * 3 // 10 or 1
+            elif kind is object:
+                left -= 1
+            else:
+                left -= len(item) + 2 if kind is str else (2 if kind is list else 4) * len(item) or 2
             if left < 0:  # before anything is iterated
                 raise ValueError(f"expected at most {max_bytes} bytes as JSON, got more. Shorten the value")
-            if isinstance(item, str):
-                if not item.isascii():
-                    _check_unicode(item)
-            elif isinstance(item, (list, tuple)):
+            if kind is list:
                 below += item
-            elif isinstance(item, Mapping):
+            elif kind is dict:
                 if len({isinstance(name, str) for name in item}) > 1:  # 1 and "1" would be encoded as the same name
                     raise ValueError("expected names that are strings, got others too. Use strings")
                 below += item.keys()
                 below += item.values()
+            elif kind is str and not item.isascii():
+                _check_unicode(item)
         if below and depth == max_depth:
             raise ValueError(f"expected values nested at most {max_depth} deep, got deeper ones. Flatten the value")
         depth, level = depth + 1, below
@@ -46,15 +53,11 @@ def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
     return text
 
 
-def _least_bytes(item: Any) -> int:
-    """Return a lower bound of the item's length as JSON, without its members."""
-    if isinstance(item, str):
-        return len(item) + 2
-    if isinstance(item, (list, tuple)):
-        return max(2 * len(item), 2)
-    if isinstance(item, Mapping):
-        return max(4 * len(item), 2)
-    return max(item.bit_length() * 3 // 10, 1) if isinstance(item, int) else 1
+@lru_cache(maxsize=64)
+def _kind(of: type) -> type:
+    """Return the JSON type that values of a class are encoded as: str, list, dict or int. ``object`` for all others."""
+    kinds = {str: str, list: list, tuple: list, Mapping: dict, int: int}
+    return next((kind for base, kind in kinds.items() if issubclass(of, base)), object)
 
 
 def _check_unicode(text: str) -> None:

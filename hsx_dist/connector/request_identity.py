@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hsx_dist.connector.request_params import RequestParams
 from hsx_dist.connector.token_selection import choose
-from hsx_dist.format.identity import identity_hash
+from hsx_dist.format.identity import Canonical, canonical, identity_hash
 from hsx_dist.page import HIDDEN_STATES
 
 if TYPE_CHECKING:
@@ -52,8 +53,10 @@ def request_hash(request: Request, options: RequestParams) -> str:
         "layers": options.layer_ids,
         **({} if options.points.keys() == {HIDDEN_STATES} else {"points": options.points}),
         "outputs": options.include_output_tokens,
-        "metadata": json.loads(options.metadata or "null"),
     }
+    texts = {name: canonical(value) for name, value in inputs.items()}
+    texts["metadata"] = _canonical_again(options.metadata or "null")
+    whole = Canonical("{" + ",".join(f'"{name}":{texts[name]}' for name in sorted(texts)) + "}")
     if not options.include_output_tokens:  # hash the selected tokens, not the words that the request selects them by
         chosen = choose(options, len(prompt), prompt, {})
         found = None if chosen is None else [chosen.meta, len(chosen.token_ids)]
@@ -62,7 +65,12 @@ def request_hash(request: Request, options: RequestParams) -> str:
         found = [asdict(options.tokens)]
         arrays = {} if options.loss_mask is None else {"loss_mask": options.loss_mask}
     names = sorted(arrays)
-    return identity_hash(prompt, inputs, found, names, *(arrays[name] for name in names))
+    return identity_hash(prompt, whole, found, names, *(arrays[name] for name in names))
+
+
+@lru_cache(maxsize=8)  # all choices and prompts of a client's request have the same metadata
+def _canonical_again(text: str) -> Canonical:
+    return canonical(json.loads(text))
 
 
 def inputs_of(request: Request) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import posixpath
 import re
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, Literal
 from uuid import uuid4
@@ -319,8 +319,8 @@ def _mask(value: Any, prompt_tokens: int) -> np.ndarray[Any, Any]:
         )
     if isinstance(value, bytes):
         mask = np.frombuffer(value, np.uint8)
-    elif all(type(v) in (int, bool) for v in value):
-        mask = np.array([v if v in (0, 1) else 2 for v in value], np.uint8)
+    elif value and set(map(type, value)) <= {int, bool} and min(value) >= 0 and max(value) <= 1:
+        mask = np.frombuffer(bytes(value), np.uint8)
     else:
         raise ValueError(f"expected a list of 0 and 1, got {_shown(value)}")
     if not len(mask) or mask.max() > 1:
@@ -331,7 +331,13 @@ def _mask(value: Any, prompt_tokens: int) -> np.ndarray[Any, Any]:
 def _metadata(value: Any) -> str:
     if not isinstance(value, Mapping):
         raise ValueError(f"expected an object, got {_shown(value)}")
-    return json_text(value, max_bytes=MAX_METADATA_BYTES, max_depth=MAX_METADATA_DEPTH)
+    return _shared(json_text(value, max_bytes=MAX_METADATA_BYTES, max_depth=MAX_METADATA_DEPTH))
+
+
+@lru_cache(maxsize=8)
+def _shared(text: str) -> str:
+    """Return one object for equal texts: the choices and prompts of a client's request have the same metadata."""
+    return text
 
 
 def _flag(value: Any) -> bool:

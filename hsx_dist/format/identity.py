@@ -35,6 +35,12 @@ IDENTITY = "identity"
 OF_ONE_COMPUTATION = frozenset({"bad", "expires", "finish_reason"})
 
 
+class Canonical(str):
+    """The text of a JSON value, as of ``canonical``."""
+
+    __slots__ = ()
+
+
 def identity_hash(*parts: Any) -> str:
     """The first 128 bits of the SHA-256 of arrays and JSON values, in this order, as 32 hex digits."""
     digest = hashlib.sha256()
@@ -42,7 +48,7 @@ def identity_hash(*parts: Any) -> str:
         if isinstance(part, np.ndarray):
             kind, data = f"{part.dtype.str} {part.shape}", np.ascontiguousarray(part).tobytes()
         else:
-            kind, data = "json", _canonical(part).encode()
+            kind, data = "json", (part if isinstance(part, Canonical) else canonical(part)).encode()
         digest.update(f"{kind} {len(data)}\n".encode())
         digest.update(data)
     return digest.hexdigest()[:32]
@@ -68,7 +74,7 @@ def _same_column(part: Part, i: int, segment: EncodedSegment) -> bool:
         and here.segment.num_tokens == here.segment.total
         and (there.layer_ids, there.dtype, there.hidden_size) == (here.layer_ids, here.dtype, here.hidden_size)
         and (codecs[0] == codecs[1] or not any(codec.lossy for codec in codecs))
-        and _canonical(_lasting(stored)) == _canonical(_lasting(ours))
+        and canonical(_lasting(stored)) == canonical(_lasting(ours))
         and part.attached_names(i) == segment.attached.keys()
         and np.array_equal(part.token_ids(i), segment.token_ids)
         and all(_same_array(array, segment.attached[name]) for name, array in part.attached(i).items())
@@ -101,9 +107,9 @@ def _lasting(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in meta.items() if name not in OF_ONE_COMPUTATION}
 
 
-def _canonical(value: Any) -> str:
+def canonical(value: Any) -> Canonical:
     """JSON text, which differs for 1, 1.0 and true; in Python they are equal."""
-    return json.dumps(value, separators=(",", ":"), sort_keys=True)
+    return Canonical(json.dumps(value, separators=(",", ":"), sort_keys=True))
 
 
 def _same_array(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:

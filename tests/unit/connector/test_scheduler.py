@@ -8,16 +8,19 @@ import logging
 import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from hsx_dist.connector import request_identity
 from hsx_dist.connector.columns import CapturedPoint, Column
 from hsx_dist.connector.connector_config import ConnectorConfig, read_connector_config
 from hsx_dist.connector.request_identity import MAX_TEXT
 from hsx_dist.connector.request_params import MAX_METADATA_DEPTH
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.errors import ConfigError
+from hsx_dist.format.identity import identity_hash
 
 BLOCK = 16
 
@@ -557,6 +560,42 @@ def test_two_requests_of_one_id_are_two_samples_to_the_worker():
     assert first.id != second.id
     assert first.key != second.key
     assert "1a2b3c4d" not in first.key
+
+
+def test_the_choices_of_a_request_share_the_work_of_its_metadata(monkeypatch):
+    """Each choice is a request to the scheduler half, which vLLM admits before the next step of any client."""
+    loaded = []
+    loads = json.loads
+    monkeypatch.setattr(request_identity.json, "loads", lambda text: loaded.append(1) or loads(text))
+    scheduler = half()
+    sent = json.dumps({"of this test": [0] * 20_000})
+    for choice in range(30):
+        params = {"hidden_states_key": "k", "hidden_states_metadata": json.JSONDecoder().decode(sent)}
+        made = request(4, 4, request_id=f"{choice}_cmpl-x-0-1a2b3c4d", **params)
+        scheduler.new_request(made)
+        assert scheduler.request_finished(made, [1])[0]
+    saves = meta(scheduler).saves
+    assert len({s.key for s in saves}) == 30
+    assert {s.metadata for s in saves} == {sent}
+    assert len({id(s.metadata) for s in saves}) == 1
+    assert len(loaded) == 1
+
+
+def test_the_hash_of_a_request_is_that_of_stored_samples():
+    """Of objects that are stored in the format of version 0.1."""
+    for metadata in (None, {"b": [1, 1.0, True], "a": {"\u00e9": None}}):
+        inputs = {
+            "lora": None,
+            "images": [],
+            "cache_salt": None,
+            "layers": [2, 15],
+            "outputs": False,
+            "metadata": metadata,
+        }
+        made = request(4, 4, **({} if metadata is None else {"hidden_states_metadata": metadata}))
+        _, answer = half().request_finished(made, [1])
+        expected = identity_hash(np.asarray(made.prompt_token_ids, np.int64), inputs, [{}, 4], [])
+        assert answer["hidden_states_meta"]["identity"]["request"] == expected
 
 
 @pytest.mark.parametrize("step", ["_read", "_owner", "_skip", "_unwanted"])
