@@ -16,7 +16,9 @@ from hsx_dist.errors import (
     StoreError,
     Unavailable,
 )
+from hsx_dist.format.markers import OBJECT
 from hsx_dist.logger import get_logger
+from hsx_dist.page import object_name
 from hsx_dist.text import bounded, printable
 
 log = get_logger(__name__)
@@ -69,7 +71,9 @@ def refusal_of(error: HsxError, key: str) -> Refusal:
     if isinstance(error, NotFound):
         message = f"key {shown}: expected a stored sample, got none. Check the key, or ask the model again"
     elif status < 500:
-        message = str(bounded(error))
+        # The text begins with the object's place.
+        _, found, rest = str(error).partition(object_name(key) + OBJECT)
+        message = str(bounded(f"key {shown}{rest}" if found else error))
     else:
         log.error("hidden states not answered: key=%s error=%s: %s", shown, type(error).__name__, printable(error))
         message = (

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hsx_dist.errors import HsxError, StoreError
 from hsx_dist.format.manifest import Receipt
 from hsx_dist.observe.metrics import Series
 from hsx_dist.page import Segment
+from hsx_dist.text import bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +42,14 @@ class Stored:
 
 #: An event of a sink: the proof of a stored part (``Stored`` without a run), or lost segments.
 Event = Receipt | Stored | Lost
+
+
+def reason_of(error: Exception, *, for_clients: bool) -> str:
+    """Return why a part was not stored. ``for_clients``: a server's clients read the reason in a failure marker.
+
+    Errors of the store, and unexpected errors, can name the store's addresses. Clients get only the class.
+    """
+    kind = type(error).__name__
+    if for_clients and (isinstance(error, StoreError) or not isinstance(error, HsxError)):
+        return f"{kind}: the sample could not be stored. The server's log has the error"
+    return bounded(f"{kind}: {error}")

@@ -97,7 +97,7 @@ def test_a_path_that_the_client_chose_is_replaced(tmp_path):
     assert (tmp_path / "sub/x.bin.lock").exists()
 
 
-def test_a_store_that_refuses_costs_its_samples_and_nothing_else(tmp_path):
+def test_a_store_that_refuses_costs_its_samples_and_nothing_else(tmp_path, caplog):
     """After a terminal failure the ring and the locks are freed, the keys are marked, and later requests are stored."""
     stored = MemoryStore()
     outlet = outlet_on(tmp_path, store=FailingStore(stored, Denied("not allowed"), Strike(PUTS, times=3)))
@@ -109,8 +109,10 @@ def test_a_store_that_refuses_costs_its_samples_and_nothing_else(tmp_path):
     outlet.close()
     for i in range(5):
         if i < 3:
-            with pytest.raises(SampleFailed, match="Denied"):
+            with pytest.raises(SampleFailed, match="Denied: the sample could not be stored") as failed:
                 hsx_dist.load_hidden_states(str(tmp_path / f"k{i}.safetensors"))
+            assert "not allowed" not in str(failed.value)  # a server's clients read the reason
+    assert "not allowed" in caplog.text
     assert sorted(stored.objects) == ["k3.safetensors", "k4.safetensors"]
     counts = {name: value for (name, _), value in outlet.meter.sums().items()}
     assert (counts["stored"], counts["failed"], counts["samples"]) == (2, 3, 5)

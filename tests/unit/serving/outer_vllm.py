@@ -93,7 +93,9 @@ class OuterServer:
         for i, key in enumerate(keys):
             if self.fails:
                 marker = {"key": key, "error": self.fails, "until_stored": True}
-                (self.folder / marker_name(f"{key}.safetensors")).write_text(json.dumps(marker))
+                name = marker_name(f"{key}.safetensors")
+                (self.folder / f"{name}.new").write_text(json.dumps(marker))
+                (self.folder / f"{name}.new").rename(self.folder / name)  # a waiting request reads it whole
                 continue
             self.stored[key] = random_sample(key, self.tokens, layer_ids=self.layers, seed=i)
             store_sample(self.folder, self.stored[key], attached=self.attached)

@@ -179,13 +179,19 @@ def test_samples_that_failed_expired_or_are_anothers_are_told_apart(tmp_path):
     with client(outer_server(tmp_path)) as c:
         url = "/v1/hidden_states"
         begin = time.monotonic()  # a failure ends the wait
-        assert "the store refused it" in error(c.get(f"{url}/failed?wait=60"), 424, "SampleFailed")
-        assert "aborted after 3" in error(c.get(f"{url}/aborted?wait=60"), 424, "SampleFailed")
-        assert "used before" in error(c.get(f"{url}/used?wait=60"), 424, "SampleFailed")
+        for key, reason in (
+            ("failed", "the store refused it"),
+            ("aborted", "aborted after 3 of 9 tokens"),
+            ("used", "the key was used before"),
+        ):
+            told = error(c.get(f"{url}/{key}?wait=60"), 424, "SampleFailed")
+            assert told == f"key '{key}': expected a sample, got a failed request: {reason}"
         assert "expired at 1000" in error(c.get(f"{url}/old?wait=60"), 410, "SampleExpired")
         assert time.monotonic() - begin < 30
         identity = {"identity": json.dumps({"request": "a", "tokens": "c"})}
-        error(c.get(f"{url}/of-another", params=identity), 409, "SampleConflict")
+        told = error(c.get(f"{url}/of-another", params=identity), 409, "SampleConflict")
+        assert told.startswith("key 'of-another': expected")
+        assert str(tmp_path) not in told
         identity = {"identity": json.dumps({"request": "a", "tokens": "b"})}
         assert c.get(f"{url}/of-another", params=identity).status_code == 200
         told = error(c.get(f"{url}/damaged"), 500, "IntegrityError")
