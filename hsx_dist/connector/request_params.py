@@ -57,8 +57,8 @@ _PLAIN_ID = re.compile(r"([0-9A-Za-z_][0-9A-Za-z_.-]{0,89}?)(?:-[0-9a-f]{8})?")
 
 #: vLLM's OpenAI server names the i-th prompt of a completion ``cmpl-ID-i``, and the engine adds 8 random digits.
 _BATCH = re.compile(r"cmpl-.*-(\d{1,9})-[0-9a-f]{8}", re.DOTALL)
-#: With ``n`` > 1 the j-th choice's id is ``j_`` and the request's id.
 _CONTENT = re.compile(r"[0-9a-f]{16}")
+#: With ``n`` > 1 the j-th choice's id is ``j_`` and the request's id.
 _CHOICE = re.compile(r"(\d{1,9})_(.+)", re.DOTALL)
 
 
@@ -270,6 +270,8 @@ def custom_name(value: Any, output: str, allowed: bool, prompt: int = 0, choice:
     if "::" in name or any(p.endswith((" ", ".")) for p in parts):
         # A reader that opens the folder as a URL would refuse it, or open another folder.
         raise ValueError(f"expected names without :: that do not end in a space or dot, got {_shown(value)}")
+    if folded(name) == OBJECT:
+        raise ValueError(f"expected a name before {OBJECT}, got {_shown(value)}")  # its sample would have no key
     stem, suffix = posixpath.splitext(name)
     name = sample_key(stem, prompt=prompt, choice=choice) + suffix
     same = folded(name).split("/")

@@ -178,6 +178,8 @@ def test_a_wrong_value_is_refused_alone(name, value):
         "a.lock. /x",
         "a/ . /x",
         ".HSX-unfinished-1",
+        ".safetensors",
+        ".SafeTensors",
     ],
 )
 def test_no_path_leaves_the_prefix_or_hits_a_companion(path):
