@@ -18,30 +18,56 @@ HIDDEN = "(not shown)"
 _ENV_REFERENCE = re.compile(r"\$\{env:[^{}]*\}")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _SECRET_WORDS = frozenset(
-    {
+    [
         "key",
         "apikey",
         "accesskey",
         "secretkey",
+        "accountkey",
+        "authkey",
+        "privatekey",
+        "rlkey",
+        "sharedkey",
+        "signingkey",
         "secret",
         "secrets",
+        "clientsecret",
+        "sharedsecret",
+        "credential",
+        "credentials",
         "token",
+        "accesstoken",
+        "authtoken",
+        "refreshtoken",
+        "securitytoken",
+        "sessiontoken",
+        "bearer",
+        "jwt",
         "password",
         "passwd",
         "passphrase",
+        "passcode",
         "pwd",
-        "credential",
-        "credentials",
         "auth",
         "authorization",
+        "oauth",
+        "tempauth",
         "sas",
         "sig",
         "signature",
-        "jwt",
-        "bearer",
-    }
+        "cookie",
+        "cookies",
+    ]
 )
-_SECRET_PHRASES = (("connection", "string"),)
+_SECRET_PHRASES = (("connection", "string"), ("conn", "str"))
+#: Names that are secret only as a whole: vLLM has a ``pass_config``.
+_SECRET_NAMES = frozenset({"pass", "pw", "pat"})
+#: A credential in a text, by the words before it. Prose has none: the token after ``bearer`` is long and has a digit.
+_SECRET_TEXT = re.compile(
+    r"\b(bearer|basic)\s+(?=\S*\d)\S{16}|(accountkey|accesskey|accesssignature)=[^;\s]"
+    r'|"private_key"|BEGIN [A-Z ]{0,20}PRIVATE KEY',
+    re.IGNORECASE,
+)
 # "token" is also the model's word: token_ids, skip_special_tokens, max_tokens, token_type_ids are no secrets.
 _AFTER_TOKEN = frozenset({"id", "ids", "type", "count", "limit"})
 # Names of storage options (of s3fs, gcsfs, adlfs) whose values are addresses and modes, never credentials.
@@ -81,6 +107,8 @@ def looks_secret(name: str) -> bool:
     >>> looks_secret("aws_secret_access_key"), looks_secret("HF_TOKEN"), looks_secret("token_ids")
     (True, True, False)
     """
+    if name.lower() in _SECRET_NAMES:
+        return True
     words = [w for w in re.split(r"[^a-z0-9]+", _CAMEL.sub("_", name).lower()) if w]
     for i, word in enumerate(words):
         following = words[i + 1] if i + 1 < len(words) else ""
@@ -184,12 +212,12 @@ def public_url(url: str) -> str:
     shown = url[:start] + "".join(_public_link(link) for link in links)
     before, separator, rest = shown.partition("://")
     shown = before + separator + rest.split("?", 1)[0]
-    return shown.partition("#")[0] if is_signed_url(shown) else shown
+    return re.split("[;#]", shown, maxsplit=1)[0] if is_signed_url(shown) else shown
 
 
 def is_signed_url(text: str) -> bool:
-    """Whether a URL's query or fragment holds a signature or a token (S3, GCS, Azure). Such a URL grants access."""
-    found = re.search(r"[?#].*", text.partition("://")[2], re.DOTALL)
+    """Whether a URL's parameters (after ``;``, ``?``, ``#``) hold a signature or a token. Such a URL grants access."""
+    found = re.search(r"[;?#].*", text.partition("://")[2], re.DOTALL)
     return found is not None and any(looks_secret(unquote(name)) for name in _PARAMETER.findall(found[0]))
 
 
@@ -312,8 +340,12 @@ def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[st
         yield path
         return
     named_so = any(looks_secret(name) for name in path) and not (path[-1] == "token" and value in _WHERE_TO_LOOK)
-    if named_so or (isinstance(value, str) and has_credentials(_without_references(value))):
+    if named_so or (isinstance(value, str) and _holds_secret(_without_references(value))):
         yield path
+
+
+def _holds_secret(text: str) -> bool:
+    return has_credentials(text) or _SECRET_TEXT.search(text) is not None
 
 
 def _without_references(text: str) -> str:
@@ -352,7 +384,9 @@ def hide_secrets(value: Any, name: str = "", *, within: bool = False) -> Any:
         return HIDDEN
     if isinstance(value, (list, tuple)):
         return [hide_secrets(v, name, within=within) for v in value]
-    return public_url(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return HIDDEN if _SECRET_TEXT.search(value) else public_url(value)
+    return value
 
 
 #: Prefixes of environment variables that hold or locate credentials. The driver passes these variables to every process

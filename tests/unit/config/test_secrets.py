@@ -50,6 +50,20 @@ SECRET = "hunter2-not-to-be-seen"
         f"input.path=https://host/x?sig={SECRET}",
         f"chat_template_kwargs.note=see https://a:{SECRET}@host/x",
         f"store.storage_options.secret=x${{env:HOME}}{SECRET}",
+        f"store.storage_options.client_kwargs.headers.Cookie=session={SECRET}",
+        f"store.storage_options.client_kwargs.cookies.sid={SECRET}",
+        f"store.storage_options.sessiontoken={SECRET}",
+        f"store.storage_options.accountkey={SECRET}",
+        f"store.storage_options.conn_str={SECRET}",
+        f"store.storage_options.pass={SECRET}",
+        f"store.storage_options.x=Bearer {SECRET}",
+        f"store.storage_options.x=AccountName=a;AccountKey={SECRET}",
+        f'store.storage_options.service_account=\'{{"private_key": "{SECRET}"}}\'',
+        f"store.storage_options.x=-----BEGIN PRIVATE KEY----- {SECRET}",
+        f"input.path=https://host/x?authkey={SECRET}",
+        f"input.path=https://host/x?rlkey={SECRET}&dl=1",
+        f"input.path=https://host/x?tempauth={SECRET}",
+        f"input.path=https://host/x;token={SECRET}",
     ],
 )
 def test_a_credential_is_no_override(override: str) -> None:
@@ -59,6 +73,16 @@ def test_a_credential_is_no_override(override: str) -> None:
     assert "${env:NAME}" in str(e.value)
     assert SECRET not in str(e.value)
     assert "12345" not in str(e.value)
+
+
+def test_a_credential_in_a_text_is_hidden() -> None:
+    for text in (f"Authorization: Bearer {SECRET}", f"AccountName=a;AccountKey={SECRET}"):
+        assert SECRET not in json.dumps(hide_secrets({"args": ["--header", text]}))
+    assert public_url(f"https://host/x;token={SECRET}") == "https://host/x"
+    prose = "Bearer authentication, basic responsibilities: a private key."
+    harmless = {"pass_config": 1, "prompt": prose, "eos_token_id": 2, "SSEKMSKeyId": "a"}
+    assert hide_secrets(harmless) == harmless
+    assert public_url("s3://bucket/a;b=c") == "s3://bucket/a;b=c"
 
 
 @pytest.mark.parametrize(
@@ -428,6 +452,7 @@ REPEATED = [
         "\0",
         "\u0315\u0300",
     ),
+    *("bearer ", "bearer x", "BEGIN "),
     *("://", "a://", "://a:/", "${env:", "://${env:", "${env:A}"),
 ]
 
