@@ -27,7 +27,7 @@ from hsx_dist.reading.whole import require_whole
 
 _STATEMENT = "export.json"
 #: Members of ``export.json`` that earlier versions did not write.
-_LATER = ("run_id", "samples_hash", "samples_per_file", "loss_mask", "tokens", "norm")
+_LATER = ("run_id", "samples_hash", "samples_per_file", "loss_mask", "tokens", "norm", "last_layer", "model_revision")
 #: Bytes read of a folder's ``export.json``, which usually has a few KiB.
 _LARGEST_STATEMENT = 4 << 20
 #: Seconds that another process may take to write an ``export.json`` that it has created.

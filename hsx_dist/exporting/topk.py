@@ -25,10 +25,11 @@ class TopKExporter(Exporter):
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
         check_parquet("topk-logprobs")
-        self.layers = need(run, (num_layers_of(run, options),), "topk-logprobs")
+        last = num_layers_of(run, options)
+        self.layers = need(run, (last,), "topk-logprobs")
         self.per_file = options.samples_per_file
         self._k = options.top_k
-        self._end = ModelEnd(run, options.model)
+        self._end = ModelEnd(run, options.model, last)
 
     def file(self, first: int) -> str:
         return f"data-{first // self.per_file:06d}.parquet"
@@ -71,5 +72,6 @@ class TopKExporter(Exporter):
         return {
             "teacher_topk_logprobs": f"natural logarithms, top {self._k} of the whole vocabulary, of the token after "
             f"each position, by layer {self.layers[0]}, the final norm and lm_head of {self._end.model}",
+            "model_revision": self._end.files.revision,
             "loss_mask": "completion_mask, int64 0/1",
         }

@@ -38,7 +38,7 @@ class TorchExporter(Exporter):
     def __init__(self, run: Run, options: ExportOptions, trainer: str, aux: tuple[int, ...], last: int | None) -> None:
         self._aux = aux
         self.layers = need(run, aux if last is None else (*aux, last), trainer)
-        self._end = None if last is None else ModelEnd(run, options.model)
+        self._end = None if last is None else ModelEnd(run, options.model, last)
 
     def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
         import torch
@@ -71,6 +71,8 @@ class TorchExporter(Exporter):
             "aux_layers": list(self._aux),
             "aux_layers_counted_after": after_layer(self._aux),
             "last_state": None if self._end is None else f"after the final RMSNorm of {self._end.model}",
+            "last_layer": None if self._end is None else self.layers[-1],
+            "model_revision": None if self._end is None else self._end.files.revision,
             "norm": f"auxiliary layers: none applied; last state: {'not stored' if self._end is None else 'applied'}",
             "loss_mask": "int64 0/1 [T]; ones for a sample without one",
         }

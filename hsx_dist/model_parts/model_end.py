@@ -38,17 +38,24 @@ class ModelEnd:
     Args:
         run: its ``run.json`` names the default model and revision.
         model: a folder or id instead of the run's.
+        num_layers: the number of layers that the model must have, if its configuration says it.
 
     Raises:
         ConfigError: the run's model is no id of the hub; the weights cannot be loaded; ``END_RULES`` lacks the model's
-            type; the last norm is no RMSNorm.
+            type; the last norm is no RMSNorm. Or the model has another number of layers.
         FormatError: a file of the model is damaged.
     """
 
-    def __init__(self, run: Run | None, model: str | None = None):
+    def __init__(self, run: Run | None, model: str | None = None, num_layers: int | None = None):
         self.files = ModelFiles(run, model, _MEMBERS)
         self.model = self.files.model
         config = self.files.config
+        layers = config.get("num_hidden_layers")
+        if None not in (num_layers, layers) and layers != num_layers:
+            raise ConfigError(
+                f"{self.model}: expected a model of {num_layers} layers, as the run's, got one of {layers}. Name the "
+                "run's model (--model), or correct num_layers (--num-layers)"
+            )
         self.eps = config.get("rms_norm_eps")
         if self.eps is None:
             raise ConfigError(f"{self.model}: expected rms_norm_eps in its config.json, got none. Name another model")

@@ -51,6 +51,7 @@ class ModelFiles:
 
     Attributes:
         model: the model's name, as given by ``model`` or the run.
+        revision: the revision of a hub's model, if the run names it.
         config: the language model's configuration. Members of ``text_config``, if any, override the others.
 
     Args:
@@ -64,7 +65,7 @@ class ModelFiles:
     """
 
     def __init__(self, run: Run | None, model: str | None, members: Mapping[str, MemberCheck]) -> None:
-        self._revision: str | None = None
+        self.revision: str | None = None
         self._from_hub = False
         self.model, self._folder = self._named(model) if model or run is None else self._stored(run)
         members = {**_MEMBERS, **members}
@@ -165,14 +166,14 @@ class ModelFiles:
         return name, self._hub(name, revision)
 
     def _hub(self, model: str, revision: str | None) -> Path:
-        self.model, self._revision, self._from_hub = model, revision, True
+        self.model, self.revision, self._from_hub = model, revision, True
         return self._download("*.json")
 
     def _download(self, pattern: str) -> Path:
         try:
             from huggingface_hub import snapshot_download
 
-            return Path(snapshot_download(self.model, revision=self._revision, allow_patterns=[pattern]))
+            return Path(snapshot_download(self.model, revision=self.revision, allow_patterns=[pattern]))
         except Exception as e:
             raise ConfigError(
                 f"{self.model}: expected a folder with config.json, or a model of the Hugging Face hub, got "

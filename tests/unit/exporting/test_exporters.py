@@ -415,6 +415,32 @@ def test_an_export_goes_on_and_refuses_another_in_its_place(run: Run, tmp_path: 
         export_run(run, "vllm", tmp_path, ExportOptions(aux_layers=(2,)))
 
 
+@pytest.mark.parametrize("to", ["specforge-eagle3", "specforge-dspark", "modelopt", "topk-logprobs"])
+def test_the_last_layer_is_the_models_and_one_export_has_one(to: str, model: Any, tmp_path: Path) -> None:
+    """Samples alone, the model's configuration, or an earlier shard contradict a wrong number of layers."""
+    stores = [open_store(str(tmp_path / name)) for name in ("told", "untold")]
+    for store, about in zip(stores, ({"num_hidden_layers": N}, {}), strict=True):
+        store_run(store, SAMPLES, about=about, info={"meaning": {"layers": list(LAYERS)}})
+    told, untold = (open_run(store.url) for store in stores)
+    layers = (2, 4, 2) if to == "specforge-eagle3" else (2, 4)
+
+    def export(run: Run, num_layers: int, folder: Path, shard: int = 0) -> None:
+        options = ExportOptions(num_layers=num_layers, aux_layers=layers, model=str(folder))
+        export_run(run, to, tmp_path / "out", options, shard=shard, shards=2)
+
+    with pytest.raises(ConfigError, match=f"expected num_layers {N}, as in its parts, got 5"):
+        export(told, 5, model[0])
+    with pytest.raises(ConfigError, match=f"expected a model of 5 layers, as the run's, got one of {N}"):
+        export(untold, 5, model[0])
+    folder = tmp_path / "model"
+    shutil.copytree(model[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "num_hidden_layers"}))
+    export(untold, N, folder)
+    with pytest.raises(ConfigError, match="got an export with other"):
+        export(untold, 5, folder, shard=1)
+
+
 def test_a_finished_export_has_no_half_files_that_a_trainer_would_read(run: Run, tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "rows_0-2000"):
         place.mkdir(exist_ok=True)
