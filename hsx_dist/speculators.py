@@ -40,6 +40,23 @@ def _shown(meta: Mapping[str, Any], token_ids: np.ndarray[Any, Any]) -> _Shown:
     return {name: value for name, value in meta.items() if name != "bad"}, token_hash(token_ids)
 
 
+def _by_row(run: Run) -> dict[int, int]:
+    """Return each input row's place in the run.
+
+    Raises:
+        ConfigError: two samples have one row number. A resume with the rows in another order stores such samples.
+    """
+    found: dict[int, int] = {}
+    for place, row in enumerate(run.index.rows.tolist()):
+        if row >= 0 and (first := found.setdefault(row, place)) != place:
+            keys = [run.at(p).key[:80] for p in (first, place)]
+            raise ConfigError(
+                f"--hsx-run: expected one sample of each input row, got {keys[0]!r} and {keys[1]!r} of row {row}: "
+                f"the input of {run.url} changed its order between attempts. Extract into another output, or export"
+            )
+    return found
+
+
 def _delete_if(store: Store, name: str, loaded: _Shown) -> None:
     """Delete the object that was loaded.
 
@@ -101,7 +118,7 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
                     f"--hsx-layers: expected layers of {run.url}, {list(run.layer_ids)}, got {missing} too. "
                     "Name layers of the run"
                 )
-            self._rows = {int(row): place for place, row in enumerate(run.index.rows) if row >= 0}
+            self._rows = _by_row(run)
             self._run = run
 
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:

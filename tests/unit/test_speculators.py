@@ -13,7 +13,7 @@ from hsx_dist.format.place import start_run
 from hsx_dist.speculators import HsxTransfer
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
-from tests.harness.runs import RunWriter
+from tests.harness.runs import RunWriter, whole
 from tests.unit.connector.small_outlet import outlet_on, some, submit
 from tests.unit.connector.test_identity import NAME, A, B, store_a
 
@@ -86,3 +86,13 @@ def test_a_selection_of_tokens_is_refused(tmp_path, chosen):
     for get, of in ((transfer.get_cached, 0), (transfer.get_generated, {"hidden_states_path": str(tmp_path / NAME)})):
         with pytest.raises(ConfigError, match="expected a whole sample, got a selection of its tokens"):
             get(of)
+
+
+def test_samples_of_one_row_number_are_refused(tmp_path):
+    """A resume may have the same rows in another order."""
+    store = open_store(str(tmp_path))
+    start_run(store, {"meaning": {"layers": [2, 15, 30]}, "settings": {}})
+    for keys in ("ab", "cd"):
+        RunWriter(store).put([whole(random_sample(key, 5), row) for row, key in enumerate(keys)])
+    with pytest.raises(ConfigError, match=r"expected one sample of each input row, got 'a' and 'c' of row 0"):
+        HsxTransfer(store.url).get_cached(0)
