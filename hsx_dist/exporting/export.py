@@ -186,13 +186,12 @@ def _statement_of(run: Run, to: str, exporter: Exporter) -> dict[str, Any]:
 
 
 def _claim(folder: Path, statement: dict[str, Any], place: Place) -> None:
-    """Write ``export.json`` before any other file. Raises ``ConfigError`` if the folder has a different one."""
+    """Write ``export.json`` before any other file. ``ConfigError``: the folder has a different one."""
     path = folder / _STATEMENT
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(statement, indent=1) + "\n"
     try:
-        with path.open("x") as f:
-            f.write(text)
+        _create(path, text)
     except FileExistsError:
         there = _statement(path)
         if is_of_run(there.get("run_id"), place):
@@ -203,6 +202,28 @@ def _claim(folder: Path, statement: dict[str, Any], place: Place) -> None:
                 f"{path}: expected an empty folder or the same export, got an export with other {differs}. Choose "
                 "another destination, or remove the folder"
             ) from None
+
+
+def _create(path: Path, text: str) -> None:
+    """Create the file together with its content. Raises ``FileExistsError`` if it exists.
+
+    A process that was killed between the two would leave an empty file, which later calls refuse.
+    """
+    handle, name = tempfile.mkstemp(prefix=_UNFINISHED, suffix=path.suffix, dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w") as f:
+            f.write(text)
+        temporary.chmod(0o644)
+        try:
+            path.hardlink_to(temporary)
+        except FileExistsError:
+            raise
+        except OSError:  # no hard links here, or another process finished the export and removed unfinished files
+            with path.open("x") as f:
+                f.write(text)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _statement(path: Path) -> dict[str, Any]:
@@ -222,8 +243,8 @@ def _statement(path: Path) -> dict[str, Any]:
             return found
         if time.monotonic() > end:
             raise ConfigError(
-                f"{path}: expected the description of an export, got an empty or damaged file. Choose another "
-                "destination, or remove the folder"
+                f"{path}: expected the description of an export, got an empty or damaged file. If no export is "
+                "starting here, remove the file if it is empty. Otherwise choose another destination"
             )
         time.sleep(0.05)
 

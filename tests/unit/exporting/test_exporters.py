@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
@@ -439,6 +440,31 @@ def test_the_last_layer_is_the_models_and_one_export_has_one(to: str, model: Any
     export(untold, N, folder)
     with pytest.raises(ConfigError, match="got an export with other"):
         export(untold, 5, folder, shard=1)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_an_export_that_was_stopped_before_its_first_file_goes_on(
+    links: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No space is left when ``export.json`` is written."""
+
+    def refused(*_: Any) -> Any:
+        raise PermissionError
+
+    if not links:  # as on some FUSE file systems
+        monkeypatch.setattr(Path, "hardlink_to", refused)
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, usual[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            export_run(run, "vllm", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert not list(tmp_path.iterdir())
+    assert export_run(run, "vllm", tmp_path).finished
+    assert not list(tmp_path.rglob(".new-*"))
+    with pytest.raises(ConfigError, match="layers"):
+        export_run(run, "vllm", tmp_path, ExportOptions(aux_layers=(2,)))
 
 
 def test_a_finished_export_has_no_half_files_that_a_trainer_would_read(run: Run, tmp_path: Path) -> None:
