@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from hsx_dist.text import bounded
 from hsx_dist.writers.committer import PartCommitter
 from hsx_dist.writers.daemon import DaemonPool
 from hsx_dist.writers.events import Event, Lost, reason_of
+from hsx_dist.writers.filling import Filling, OpenPart
 from hsx_dist.writers.sample_columns import SampleColumns
 from hsx_dist.writers.sanity_checks import SanityChecks
 
@@ -40,7 +41,8 @@ class SinkOptions:
         max_bytes: limit of raw bytes being encoded plus encoded bytes not yet stored. One segment of every sender and
             one part are always accepted.
         uploads: number of parts stored at once.
-        stale_seconds: a run's unfinished segment without a new page for this long is dropped.
+        stale_seconds: a run's unfinished segment without a new page for this long is dropped. Time in which the store
+            accepts no part does not count, because the pages wait then.
         on_bad_rows: what happens to segments with non-finite rows or all-zero layers. ``"flag"`` stores them with the
             findings in their ``meta``; ``"fail"`` reports them as lost.
     """
@@ -60,32 +62,8 @@ class SinkOptions:
 
 #: A part is sealed when its header reaches this size: readers fetch headers whole, and safetensors allows 100 MB.
 MAX_HEADER_BYTES = 32 << 20
-
-
-@dataclass(slots=True)
-class _Filling:
-    """A segment with missing pages. ``nbytes``: encoded so far; ``arrival``: number of its first page; ``left``:
-    missing pages; ``lost``: a page could not be encoded."""
-
-    encoder: SegmentEncoder
-    source: str
-    touched: float
-    scan: SanityChecks
-    arrival: int
-    left: int
-    nbytes: int = 0
-    began: float = field(default_factory=time.monotonic)
-    lost: bool = False
-
-
-@dataclass(slots=True)
-class _OpenPart:
-    segments: list[EncodedSegment] = field(default_factory=list)
-    names: set[tuple[str, int, int]] = field(default_factory=set)
-    nbytes: int = 0
-    header_bytes: int = 0
-    since: float = 0.0
-    arrival: int = 0
+#: After this share of ``stale_seconds`` without a stored part, the parts under way wait for an outage of the store.
+_OUTAGE = 1 / 15
 
 
 class PartSink:
@@ -112,11 +90,14 @@ class PartSink:
             meter=self.meter,
         )
         self._lock = threading.Condition()
-        self._filling: dict[tuple[str, int, int, str], _Filling] = {}
+        self._filling: dict[tuple[str, int, int, str], Filling] = {}
         self._columns = SampleColumns()
-        self._open = _OpenPart()
+        self._open = OpenPart()
         self._held = 0
         self._storing = 0  # parts
+        self._stored_at = 0.0  # when a part last ended, or the first of those under way began
+        self._looked_at = time.monotonic()
+        self._served = 0.0  # seconds of the sink's life without outages of the store
         self._finishing = 0  # complete segments that are in no part yet
         self._dead: HsxError | None = None
         self._next_part = 1
@@ -185,7 +166,7 @@ class PartSink:
             self.meter.add("room_wait_seconds", admitted - came)
             self.meter.add("encode_seconds", time.monotonic() - admitted)
 
-    def _leave(self, filling: _Filling | None, key: Any, grown: int, done: bool) -> None:
+    def _leave(self, filling: Filling | None, key: Any, grown: int, done: bool) -> None:
         """Update the counters after ``add``."""
         with self._lock:
             self._held += grown
@@ -196,7 +177,7 @@ class PartSink:
                     del self._filling[key]
             self._lock.notify_all()
 
-    def _lose(self, filling: _Filling | None, segment: Segment, error: Exception) -> int:
+    def _lose(self, filling: Filling | None, segment: Segment, error: Exception) -> int:
         """Mark the segment of a failed page as lost, and report it once. Its later pages are dropped.
 
         Returns the number of encoded bytes that are freed.
@@ -218,7 +199,7 @@ class PartSink:
             self._lock.notify_all()
         self._on_event(Lost((segment, *(other.segment for other in others)), why))
 
-    def _finish(self, filling: _Filling) -> int:
+    def _finish(self, filling: Filling) -> int:
         """Append a complete segment to the open part, or report it as lost.
 
         Returns the number of bytes that are no longer held. Negative if attached arrays add bytes.
@@ -244,7 +225,7 @@ class PartSink:
         # Without a run no driver recomputes rows: two copies are two requests with one key, and each needs its event.
         return *segment.id, "" if self._opt.attempt else segment.source
 
-    def _filling_for(self, page: Page, arrival: int) -> _Filling:
+    def _filling_for(self, page: Page, arrival: int) -> Filling:
         """Return the collected pages of this copy of the segment.
 
         Drops an unfinished other copy: its engine died and its row is recomputed, so its other pages never arrive.
@@ -255,17 +236,17 @@ class PartSink:
             if filling is None or filling.source != segment.source:
                 if filling is not None:
                     self._held -= filling.nbytes
-                filling = _Filling(
+                filling = Filling(
                     SegmentEncoder(self._opt.codec, self._blocks.take, alone=self._opt.layout == "sample"),
                     segment.source,
-                    time.monotonic(),
+                    self._served,
                     SanityChecks.empty(len(page.layer_ids)),
                     arrival,
                     left=-(-segment.num_tokens // page.chunk_tokens),
                 )
                 self._filling[key] = filling
             filling.arrival = min(filling.arrival, arrival)
-            filling.touched = time.monotonic()
+            filling.touched = self._served
             return filling
 
     def _admit(self, nbytes: int) -> None:
@@ -319,9 +300,10 @@ class PartSink:
     # -- parts out -----------------------------------------------------------------------------------------------
 
     def _seal_locked(self) -> None:
-        part, self._open = self._open, _OpenPart()
+        part, self._open = self._open, OpenPart()
         number = self._next_part
         self._next_part += 1
+        self._stored_at = self._stored_at if self._storing else time.monotonic()
         self._storing += 1
         self._uploads.submit(self._store_part, part, number)
 
@@ -333,16 +315,19 @@ class PartSink:
     def _seal_what_is_old(self) -> None:
         with self._lock:
             now = time.monotonic()
+            if not self._storing or now - self._stored_at < self._opt.stale_seconds * _OUTAGE:
+                self._served += now - self._looked_at
+            self._looked_at = now
             if self._open.segments and now - self._open.since >= self._opt.part_seconds:
                 self._seal_locked()
             for key, filling in list(self._filling.items()):
-                if self._opt.attempt and now - filling.touched >= self._opt.stale_seconds:
+                if self._opt.attempt and self._served - filling.touched >= self._opt.stale_seconds:
                     # Its engine died, and another engine recomputed its row.
                     del self._filling[key]
                     self._held -= filling.nbytes
                     self._lock.notify_all()
 
-    def _store_part(self, part: _OpenPart, number: int) -> None:
+    def _store_part(self, part: OpenPart, number: int) -> None:
         nbytes = part.nbytes
         try:
             self._commit(part, number)
@@ -352,10 +337,11 @@ class PartSink:
             self._blocks.trim()
             with self._lock:
                 self._storing -= 1
+                self._stored_at = time.monotonic()
                 self._held -= nbytes
                 self._lock.notify_all()
 
-    def _commit(self, part: _OpenPart, number: int) -> None:
+    def _commit(self, part: OpenPart, number: int) -> None:
         buffers: list[Buffer] = []
         try:
             encoded = self._build(part)
@@ -372,7 +358,7 @@ class PartSink:
             # garbage collector runs. The usual NotFound of the check for a newer attempt is such an error.
             buffers.clear()
 
-    def _build(self, part: _OpenPart) -> EncodedPart | None:
+    def _build(self, part: OpenPart) -> EncodedPart | None:
         """Encode the part. Reports segments that no part can hold as lost. Returns None if no other is left."""
         try:
             return build_part(part.segments, self._opt.codec, self._opt.about)

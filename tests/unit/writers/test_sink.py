@@ -194,6 +194,32 @@ def test_what_nobody_goes_on_with_is_dropped(store):
     assert load_manifest(store).samples == {}
 
 
+def test_an_unfinished_segment_survives_an_outage_of_the_store(store, monkeypatch):
+    """The outage is longer than ``stale_seconds``, and the segment's other pages wait for it to end."""
+    up = threading.Event()
+    put = store.put
+
+    def slow(name, buffers):
+        up.wait()
+        put(name, buffers)
+
+    monkeypatch.setattr(store, "put", slow)
+    told = []
+    sink = PartSink(store, options(part_bytes=1, part_seconds=0.04, stale_seconds=0.5), told.append)
+    first, *rest = pages("long", 40)
+    sink.add(first)
+    for page in pages("other", 4):
+        sink.add(page)  # a part that waits for the store
+    threading.Event().wait(1.2)
+    up.set()
+    for page in rest:
+        sink.add(page)
+    sink.close()
+    assert sorted(load_manifest(store).samples) == ["long", "other"]
+    assert not [t for t in told if isinstance(t, Lost)]
+    assert sink.held_bytes == 0
+
+
 def test_without_a_run_two_copies_of_a_sample_are_two_requests_and_both_are_told(tmp_path):
     """Their pages alternate. In a run the first copy would be a dead engine's."""
     told = []
