@@ -57,11 +57,11 @@ _FOLLOWED = {
 _LOGGED = 10
 
 
-def require_positive(**counts: object) -> None:
-    """Raise ``ConfigError`` unless all ``counts`` are integers of at least 1."""
+def require_positive(least: int = 1, /, **counts: object) -> None:
+    """Raise ``ConfigError`` unless all ``counts`` are integers of at least ``least``."""
     for name, value in counts.items():
-        if not isinstance(value, Integral) or value < 1:
-            raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r:.100}. Correct it")
+        if not isinstance(value, Integral) or value < least:
+            raise ConfigError(f"{name}: expected an integer of at least {least}, got {value!r:.100}. Correct it")
 
 
 def require_dataset(dataset: object, *, loss_mask: bool) -> None:
@@ -186,6 +186,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         if on_error not in ("raise", "skip"):
             raise ConfigError(f"on_error: expected 'raise' or 'skip', got {on_error!r}")
         require_positive(shuffle_buffer=shuffle_buffer, prefetch_bytes=prefetch_bytes, threads=threads)
+        if shuffle:
+            require_positive(0, seed=seed)
         if follow:
             _require_followable(source, shuffle, repeat)
         self._reader = ItemReader(source, spec, storage_options, cache_dir, cache_bytes)
@@ -267,7 +269,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         resume, self._resume = self._resume, None
         progress = EpochPosition(self._epoch.get(), shards, shard)
         if resume is not None:
-            progress = restore(resume, self._fingerprint, shards, shard)
+            progress = restore(resume, self._fingerprint, shards, shard, len(self._reader.selection))
             self.skipped = resume.get("skipped", self.skipped)
         self._progress = progress
         if self._repeat and shard >= len(self._reader.selection):
@@ -426,7 +428,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         if self._follow is not None:
             check_state(state, _FOLLOWED, required=("shards", "shard", "position"))
         else:
-            restore(state, self._fingerprint, state.get("shards") or 1, state.get("shard") or 0)
+            shards, samples = (state.get("shards") or 1, state.get("shard") or 0), len(self._reader.selection)
+            restore(state, self._fingerprint, *shards, samples)
             self._epoch.set(state["epoch"])
         position = {} if self._follow is None else state["position"]
         require_run(state, self.run.place, lambda: has_position(self.run.store, position))

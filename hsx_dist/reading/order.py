@@ -163,11 +163,14 @@ def check_state(state: Any, checks: Mapping[str, MemberCheck], required: Sequenc
         raise ConfigError(f"{e}. Use another checkpoint") from e
 
 
-def restore(state: Mapping[str, Any], expected: Mapping[str, str], shards: int, shard: int) -> EpochPosition:
-    """This shard's position from a state, of one shard or of ``merge_states``.
+def restore(
+    state: Mapping[str, Any], expected: Mapping[str, str], shards: int, shard: int, samples: int
+) -> EpochPosition:
+    """This shard's position from a state, of one shard or of ``merge_states``. ``samples``: number of all samples.
 
     Raises:
-        ConfigError: the state is of other samples or another order, or of a shard among another number of shards.
+        ConfigError: the state is of other samples or another order, or of a shard among another number of shards. Or
+            it is damaged: a shard took more samples than its share.
     """
     if not isinstance(state, Mapping) or state.get("format") != _VERSION:
         raise ConfigError(f"state: expected a state_dict of a HiddenStatesDataset, got {shown(state)}")
@@ -187,6 +190,11 @@ def restore(state: Mapping[str, Any], expected: Mapping[str, str], shards: int, 
             f"state: expected a history of shards and the samples that each took, got {str(state['history'])[:80]}"
         )
     history = tuple(Dealt(n, tuple(taken)) for n, taken in state["history"])
+    left = samples
+    for dealt in history:
+        _require_shares(left, dealt.shards, enumerate(dealt.taken))
+        left -= sum(dealt.taken)
+    _require_shares(left, state["shards"] or 1, [(state["shard"], state["taken"])])
     if state["shards"] is None:
         return EpochPosition(state["epoch"], shards, shard, 0, history)
     if (state["shards"], state["shard"]) == (shards, shard):
@@ -200,6 +208,15 @@ def restore(state: Mapping[str, Any], expected: Mapping[str, str], shards: int, 
     )
 
 
+def _require_shares(samples: int, shards: int, taken: Iterable[tuple[int, int]]) -> None:
+    for shard, had in taken:
+        if had > (share := len(range(shard, samples, shards))):
+            raise ConfigError(
+                f"state: expected at most {share} samples that shard {shard} of {shards} took, got {had}. Use "
+                "another checkpoint"
+            )
+
+
 def merge_states(states: Any) -> dict[str, Any]:
     """Merge the states of all shards into one state, for any number of shards.
 
@@ -209,7 +226,7 @@ def merge_states(states: Any) -> dict[str, Any]:
             state of its data set before the current buffer, so that a resume repeats the buffer's tokens.
 
     Raises:
-        ConfigError: a shard is missing, or the states are not of one epoch of the same data set.
+        ConfigError: a shard is missing or has two states, or the states are not of one epoch of the same data set.
 
     Example:
         >>> states = [HiddenStatesDataset("runs/demo", rank=r, world_size=2).state_dict() for r in range(2)]
@@ -233,7 +250,12 @@ def _merge_shards(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         check_state(state, _MEMBERS, required=("epoch", "history", "shards", "shard", "taken"))
         if state["shards"] is None:
             raise ConfigError("states: expected states of shards, got an already merged state. Load it unchanged")
-        by_shard[state["shard"]] = state
+        other = by_shard.setdefault(state["shard"], state)
+        if (other["epoch"], other["taken"]) != (state["epoch"], state["taken"]):
+            raise ConfigError(
+                f"states: expected one state of each shard, got two of shard {state['shard']}, which took "
+                f"{other['taken']} and {state['taken']} samples. Pass the states of one checkpoint"
+            )
     first = found[0]
     for name in ("run", "samples", "order", "shards", "history"):
         if any(state.get(name) != first.get(name) for state in found):

@@ -116,8 +116,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             raise ConfigError(
                 f"keep: expected a fraction from 0 to less than 1, got {keep!r}. Set such a fraction, usually 0.5"
             )
-        if not isinstance(cast(Any, seed), Integral) or seed < 0:
-            raise ConfigError(f"seed: expected an integer of at least 0, got {seed!r:.100}. Correct it")
+        require_positive(0, seed=seed)
         dataset.name_layers()
         self._dataset, self._batch, self._keep = dataset, batch_tokens, keep
         # The shares that remain of earlier blocks are keep / (1 - keep) of a block. They and one block are the buffer.

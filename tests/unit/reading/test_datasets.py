@@ -550,6 +550,46 @@ def test_token_batches_lose_no_other_tokens_where_a_sample_of_the_buffer_is_skip
     assert every == {t for batch in [*seen, *tokens(back)] for t in batch}
 
 
+def test_two_states_of_one_shard_are_not_merged(url: str) -> None:
+    """Those of an older checkpoint. Two equal ones are."""
+    states = []
+    for rank, take in enumerate((5, 0)):
+        dataset = HiddenStatesDataset(url, rank=rank, world_size=2)
+        source = iter(dataset)
+        states += [dataset.state_dict(), *([next(source)["key"] for _ in range(take)] and [dataset.state_dict()])]
+    old, now, other = states
+    assert merge_states([now, other, dict(now)])["history"] == [[2, [5, 0]]]
+    for several in ([now, old, other], [old, other, now]):
+        with pytest.raises(ConfigError, match="expected one state of each shard, got two of shard 0"):
+            merge_states(several)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"taken": 2**61},
+        {"taken": len(SAMPLES) // 2 + 1},
+        {"shard": 2**61, "taken": 1},
+        {"history": [[1, [2**61]]]},
+        {"history": [[2, [1, len(SAMPLES)]]]},
+        {"history": [[1, [len(SAMPLES)]]], "taken": 1},
+    ],
+)
+def test_a_state_that_took_more_than_its_share_is_refused(url: str, change: dict[str, Any]) -> None:
+    dataset = HiddenStatesDataset(url, rank=1, world_size=2)
+    state = dataset.state_dict()
+    with pytest.raises(ConfigError, match=r"state: expected at most .* Use another checkpoint"):
+        dataset.load_state_dict({**state, **change})
+    dataset.load_state_dict({**state, "taken": len(SAMPLES) // 2})
+    assert list(dataset) == []
+
+
+@pytest.mark.parametrize("seed", [-1, "x", 1.5])
+def test_a_seed_that_shuffles_nothing_is_refused(url: str, seed: Any) -> None:
+    with pytest.raises(ConfigError, match="seed: expected an integer of at least 0"):
+        HiddenStatesDataset(url, shuffle=True, seed=seed)
+
+
 @pytest.mark.parametrize(
     "change", [{"shards": 2**60}, {"shards": "x"}, {"taken": "x"}, {"history": 5}, {"epoch": None}]
 )
