@@ -37,9 +37,9 @@ def resolve_layers(spec: Sequence[int | str] | str | int, num_layers: int) -> tu
     Raises:
         ConfigError: an id is out of range or given twice, or a word is unknown.
     """
-    items = _items(spec)
-    if len(items) == 1 and items[0] == "all":
+    if is_all(spec):
         return tuple(range(num_layers + 1))
+    items = _items(spec)
     if len(items) == 1 and items[0] == "eagle3":
         return _eagle3(num_layers)
     ids = [_layer_id(item, num_layers) for item in items]
@@ -50,6 +50,11 @@ def resolve_layers(spec: Sequence[int | str] | str | int, num_layers: int) -> tu
             f"(the ids are 0 … {num_layers}, and -1 or last is {num_layers}); name each layer once"
         )
     return tuple(sorted(ids))
+
+
+def is_all(spec: Sequence[int | str] | str | int) -> bool:
+    """Whether ``spec`` is ``"all"``, in any spelling that ``resolve_layers`` accepts. Raises as it does."""
+    return _items(spec) == ["all"]
 
 
 def _eagle3(num_layers: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hsx_dist.cli.export import parse_layers
 from hsx_dist.cli.tables import print_table
 from hsx_dist.config import parse_storage_options
-from hsx_dist.layers import resolve_layers
+from hsx_dist.layers import is_all, resolve_layers
 from hsx_dist.observe.console import print_json
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading import Run, open_run
@@ -52,9 +52,9 @@ def run_stats(
 
 def _ids(run: Run, layers: str | None, point: str) -> tuple[int, ...] | None:
     """Return ``2,last`` as ids, as in extraction: ``last`` is N for hidden states, and N - 1 for other points."""
+    if layers is None or is_all(layers):
+        return None  # those that are stored: a part may claim any number of layers
     told = run.at(0).about.get("num_hidden_layers") if len(run) else None
-    if layers is None or layers.strip() == "all":
-        return None
     if type(told) is not int:
         return parse_layers(layers)
     return resolve_layers(layers, told if point == HIDDEN_STATES else told - 1)

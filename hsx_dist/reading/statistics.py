@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError
-from hsx_dist.format.json_objects import MAX_JSON_BYTES, count, dump_json, find_json, number, text
+from hsx_dist.format.json_objects import (
+    MAX_JSON_BYTES,
+    check_members,
+    count,
+    dump_json,
+    find_json,
+    number,
+    parse_json,
+    text,
+)
 from hsx_dist.format.markers import OBJECTS_OF_A_RUN
 from hsx_dist.format.names import statistics_name
 from hsx_dist.logger import get_logger
@@ -35,9 +44,16 @@ _MOST_CHANNELS = (MAX_JSON_BYTES - 4096) // 32
 _ARRAYS = ("mean", "variance", "absmax")
 _NUMBERS = ("mean_norm", "rms_norm", "max_norm")
 _COUNTS = ("layer", "tokens", "samples", "non_finite", "skip_first", "hidden_size")
+
+
+def _norm(value: Any) -> str | None:
+    """Check a number or a norm, which may be larger than a number of another object."""
+    return None if type(value) is float and math.isfinite(value) else number(value)
+
+
 _CHECKS = {
     **dict.fromkeys(("run", "point", *_ARRAYS), text),
-    **dict.fromkeys(_NUMBERS, number),
+    **dict.fromkeys(_NUMBERS, _norm),
     **dict.fromkeys(_COUNTS, count),
 }
 
@@ -236,6 +252,7 @@ def store_statistics(run: Run, statistics: RunStatistics) -> None:
 
     Raises:
         RunError: the run was removed after it was opened.
+        FormatError: no reader would accept an array or a number. Nothing of its layer is stored.
         StoreError: the store failed.
 
     Example:
@@ -244,11 +261,15 @@ def store_statistics(run: Run, statistics: RunStatistics) -> None:
     """
     with run.place.reading():
         for own in statistics.layers.values():
-            _warn_of_fewer(run, own)
             arrays = {name: base64.b64encode(getattr(own, name).astype("<f8").tobytes()).decode() for name in _ARRAYS}
             numbers = {name: getattr(own, name) for name in (*_COUNTS[:-1], *_NUMBERS)}
             body = {"run": run.id, "point": own.point, **numbers, "hidden_size": len(own.mean), **arrays}
-            run.store.put(statistics_name(own.layer, own.point), [dump_json(body)])
+            name, stored = statistics_name(own.layer, own.point), dump_json(body)
+            parsed = parse_json(stored, floats=True)  # as a reader does
+            check_members(parsed, _CHECKS, name)
+            _parse(parsed, own.point, name)
+            _warn_of_fewer(run, own)
+            run.store.put(name, [stored])
 
 
 def _warn_of_fewer(run: Run, own: LayerStatistics) -> None:

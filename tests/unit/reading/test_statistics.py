@@ -16,7 +16,7 @@ from hsx_dist.errors import ConfigError, FormatError, RunError
 from hsx_dist.format.names import statistics_name
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.run import Run, open_run
-from hsx_dist.reading.statistics import _Moments, compute_statistics, read_statistics, store_statistics
+from hsx_dist.reading.statistics import RunStatistics, _Moments, compute_statistics, read_statistics, store_statistics
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
@@ -109,14 +109,43 @@ def test_the_command_prints_and_stores(tmp_path: Path) -> None:
     assert set(read_statistics(Run(open_store(str(tmp_path)))).layers) == {2, 15}
 
 
-@pytest.mark.parametrize(("layers", "expected"), [("last", [30]), ("2,-1", [2, 30]), ("all", [2, 15, 30])])
-def test_the_command_names_layers_as_extraction_does(tmp_path: Path, layers: str, expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("layers", "told", "expected"),
+    [
+        ("last", 30, [30]),
+        ("2,-1", 30, [2, 30]),
+        ("all", 30, [2, 15, 30]),
+        ("ALL", 30, [2, 15, 30]),
+        (" [all] ", 10**400, [2, 15, 30]),
+    ],
+    ids=range(5),
+)
+def test_the_command_names_layers_as_extraction_does(
+    tmp_path: Path, layers: str, told: int, expected: list[int]
+) -> None:
+    """A part may claim any number of layers. ``all`` are those that are stored."""
     from typer.testing import CliRunner
 
-    store_run(open_store(str(tmp_path)), SAMPLES, about={"num_hidden_layers": 30})
+    store_run(open_store(str(tmp_path)), SAMPLES, about={"num_hidden_layers": told})
     done = CliRunner().invoke(app, ["stats", str(tmp_path), "--layers", layers, "--json"])
     assert done.exit_code == 0, done.output
     assert [row["layer"] for row in json.loads(done.output)["layers"]] == expected
+
+
+def test_what_is_stored_can_be_read(tmp_path: Path) -> None:
+    """Squares of float32 are far beyond the numbers of other objects. What no reader would accept is not stored."""
+    sample = random_sample("a", 5, layer_ids=(2,), dtype="float32", odd=False)
+    sample.states[2, 0, 3] = np.float32(3e38).view(np.uint32)
+    run = Run(store_run(open_store(str(tmp_path)), [sample]).place.root)
+    found = compute_statistics(run, [2])
+    store_statistics(run, found)
+    assert read_statistics(run).layers[2].max_norm == found.layers[2].max_norm > 2e38
+    assert verify_run(run.place.root).problems == []
+    own = found.layers[2]
+    for change in ({"max_norm": -1.0}, {"mean": own.mean * np.nan}, {"variance": own.variance[1:]}, {"tokens": -1}):
+        with pytest.raises(FormatError, match=r"statistics/0002\.json: .*expected"):
+            store_statistics(run, RunStatistics({2: replace(own, **change)}))
+    assert read_statistics(run).layers[2].max_norm == own.max_norm
 
 
 @pytest.mark.parametrize("version", [1, 2])
