@@ -9,7 +9,7 @@ from typing import Any
 from hsx_dist.connector.request_params import MAX_METADATA_BYTES
 from hsx_dist.errors import InputError
 from hsx_dist.inputs.row_cost import cost_of_json, most_cost
-from hsx_dist.inputs.row_values import chat_value, is_unicode, kind_of, metadata_value, shown
+from hsx_dist.inputs.row_values import chat_value, is_unicode, kind_of, metadata_value, row_json, shown
 
 #: vLLM's token ids are int32 in its batches.
 _MAX_TOKEN_ID = (1 << 31) - 1
@@ -69,7 +69,9 @@ def _parsed(text: str, name: str, most: int) -> Any:
             "or too many values. Split the row"
         )
     try:
-        return json.loads(text)
+        return row_json(text)
+    except InputError as e:
+        raise InputError(f"{name}: {e}") from None
     except (ValueError, RecursionError):
         return text
 

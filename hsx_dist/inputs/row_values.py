@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -139,3 +141,21 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     return repr(str(value)[:40]) if isinstance(value, (int, float, str)) else kind_of(value)
+
+
+def row_json(text: str) -> Any:
+    """Parse the JSON of a row.
+
+    Raises:
+        InputError: an object has a member twice. Programs read such a row differently.
+        ValueError, RecursionError: as ``json.loads``.
+    """
+    return json.loads(text, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise InputError(f"expected each member of a JSON object once, got {shown(twice)} twice. Remove one")
+    return found

@@ -15,7 +15,7 @@ from hsx_dist.inputs.content import CONTENT_CHECKS, as_messages, as_tools, json_
 from hsx_dist.inputs.reader import read_in_child
 from hsx_dist.inputs.records import RecordBatch, read_batches
 from hsx_dist.inputs.row_cost import cost_of_json, most_cost
-from hsx_dist.inputs.row_values import is_unicode, kind_of, shown
+from hsx_dist.inputs.row_values import is_unicode, kind_of, row_json, shown
 from hsx_dist.inputs.sources import find_input
 from hsx_dist.inputs.tables import Unreadable
 
@@ -180,9 +180,11 @@ class _RowCheck:
         if not line.strip():
             return self._refused(row, number, "the line is empty; expected a JSON object")
         try:
-            record = json.loads(line.decode("utf-8-sig" if number == 0 else "utf-8"))
+            record = row_json(line.decode("utf-8-sig" if number == 0 else "utf-8"))
         except UnicodeDecodeError:
             return self._refused(row, number, "the line is not UTF-8; write it as UTF-8")
+        except InputError as e:
+            return self._refused(row, number, f"the line: {e}")
         except (ValueError, RecursionError) as e:
             what = f"{e.msg} at column {e.colno}" if isinstance(e, json.JSONDecodeError) else type(e).__name__
             return self._refused(row, number, f"the line is not JSON ({what}); expected one JSON object")

@@ -197,13 +197,16 @@ def _arrow(file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown
     return map(_checked, read(_chosen(schema.names, columns, needed, shown)))
 
 
-def _chosen(there: Sequence[str], columns: Sequence[str], needed: Sequence[str], shown: str) -> list[str]:
+def _chosen(there: list[str], columns: Sequence[str], needed: Sequence[str], shown: str) -> list[str]:
     if not set(needed) & set(there):
         raise ConfigError(
             f"input: expected one of the columns {', '.join(needed)} in {shown}, got {', '.join(there)[:400]}; name "
             "yours with input.text, input.messages or input.token_ids"
         )
-    return [name for name in dict.fromkeys(columns) if name in there]
+    chosen = [name for name in dict.fromkeys(columns) if name in there]
+    if twice := [name for name in chosen if there.count(name) > 1]:
+        raise ConfigError(f"input: expected one column {twice[0]} in {shown}, got several. Rename or remove the others")
+    return chosen
 
 
 def _records(batch: Any) -> list[Any]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,44 @@ def test_a_duplicate_id_is_refused_under_its_row_number(tmp_path: Path) -> None:
     assert isinstance(second, RowFate)
     assert second.key == "in#00000001"
     assert "duplicate id '7'" in second.reason
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"text": "a", "text": "b"}',
+        '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+        json.dumps({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}),
+    ],
+)
+def test_a_row_with_a_member_twice_is_refused(tmp_path: Path, line: str) -> None:
+    """Another program may take the other one of the two."""
+    (tmp_path / "in.jsonl").write_text(f'{line}\n{{"text": "good"}}\n')
+    fate, good = read(str(tmp_path / "in.jsonl"))
+    assert isinstance(fate, RowFate)
+    assert re.search("expected each member of a JSON object once, got '(text|content)' twice", fate.reason)
+    assert good == Row("in:00000001", 1, text="good")
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_table_with_a_column_twice_is_refused(tmp_path: Path, form: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / f"in.{form}"
+
+    def rows(names: list[str]) -> list[Row | RowFate]:
+        table = pa.Table.from_arrays([pa.array([name]) for name in "abc"], names=names)
+        if form == "parquet":
+            pq.write_table(table, path)
+        else:
+            with pa.OSFile(str(path), "wb") as f, pa.ipc.new_file(f, table.schema) as writer:
+                writer.write_table(table)
+        return read(str(path))
+
+    assert rows(["text", "other", "other"]) == [Row("in:00000000", 0, text="a")]
+    with pytest.raises(ConfigError, match=r"expected one column text in .*, got several"):
+        rows(["text", "text", "id"])
 
 
 def test_the_id_of_a_refused_row_is_taken_too(tmp_path: Path) -> None:
