@@ -172,12 +172,12 @@ def find_place(root: Store) -> Place | None:
 
 def open_place(root: Store) -> Place:
     """The run at ``root``. Raises ``RunError`` when there is none, ``FormatError`` when it cannot be read."""
-    found, _, removed = _look(root)
+    found, _, mark = _look(root)
     if found is not None:
         return found
-    if removed:
+    if mark is not None:
         raise RunError(
-            f"no run at {root.url}: expected a run, got the tombstone of a run removed at {removed[-1].get('at')}. "
+            f"no run at {root.url}: expected a run, got the tombstone of a run removed at {mark.get('at')}. "
             "Start a run there, or check the path"
         )
     raise RunError(f"no run at {root.url}: expected {RUN}, got no such object. Check the path, or start the run")
@@ -228,10 +228,14 @@ def leftovers(root: Store, *, removed_only: bool = False) -> list[str]:
         found.append("")
     if not found:
         return []
-    place, _, removed = _look(root)
-    known = {_folder(mark) + "/" if mark.get("version") != 1 else "" for mark in removed if mark.get("id")}
+    place, number, _ = _look(root)
     current = None if place is None else f"{place.folder}/" if place.version > 1 else ""
-    return [f for f in found if f != current and (f in known or not removed_only)]
+    left = [f for f in found if f != current]
+    if not left or not removed_only:
+        return left
+    marks = [_mark(_read(root, _pointer(n)) or {}) for n in range(1, number)]
+    known = {_folder(mark) + "/" if mark.get("version") != 1 else "" for mark in marks if mark.get("id")}
+    return [f for f in left if f in known]
 
 
 def run_objects(root: Store, folder: str) -> Iterator[ObjectInfo]:
@@ -296,15 +300,24 @@ def _run_folders(root: Store) -> list[str]:
     return list(found)
 
 
-def _look(root: Store) -> tuple[Place | None, int, list[dict[str, Any]]]:
-    """(the run, the number of its description or of the next run's, the tombstones of the runs before it)."""
-    removed: list[dict[str, Any]] = []
-    while (found := _read(root, _pointer(len(removed) + 1))) is not None:
+def _look(root: Store) -> tuple[Place | None, int, dict[str, Any] | None]:
+    """(the run, the number of its description or of the next run's, the tombstone of a run before it, if any)."""
+    number, mark, listed = 1, None, set[str]()
+    while (found := _read(root, _pointer(number))) is not None:
         if "removed" not in found:
-            return _place(root, _pointer(len(removed) + 1), found), len(removed) + 1, removed
-        mark = found["removed"]
-        removed.append(mark if isinstance(mark, dict) else {})
-    return None, len(removed) + 1, removed
+            return _place(root, _pointer(number), found), number, mark
+        mark = _mark(found)
+        if number == 2:  # one listing replaces the reads of the next tombstones, of which each removal leaves one
+            listed = {info.name for info in root.list("run.")}
+        number += 1
+        while _pointer(number + 1) in listed:
+            number += 1
+    return None, number, mark
+
+
+def _mark(found: Mapping[str, Any]) -> dict[str, Any]:
+    mark = found.get("removed")
+    return mark if isinstance(mark, dict) else {}
 
 
 def _place(root: Store, pointer: str, info: dict[str, Any]) -> Place:

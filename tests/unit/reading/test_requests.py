@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from hsx_dist import load_hidden_states
+from hsx_dist.errors import RunError
 from hsx_dist.format import receipt_log
 from hsx_dist.format.json_objects import MAX_JSON_BYTES, read_json
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.format.place import start_run
+from hsx_dist.format.place import bury, find_place, leftovers, open_place, start_run
 from hsx_dist.observe.top import look
 from hsx_dist.reading import load
 from hsx_dist.reading.follow import Follower
@@ -75,6 +76,40 @@ def test_opening_a_complete_run(version: int) -> None:
     store = complete_run(version)
     assert Run(store).complete
     assert store.take() == OPEN_COMPLETE
+
+
+def test_opening_a_run_where_others_were_removed() -> None:
+    """Each removal leaves a tombstone, but no request of every later command."""
+    store = Asked(MemoryStore())
+    for removed in range(12):
+        place = start_run(store, {})
+        before = store.take()
+        assert open_place(store).id == place.id
+        requests = store.take()
+        assert requests == [
+            *(f"get {name}" for name in ("run.json", "run.0002.json")[: removed + 1]),
+            *(("list run.", f"get run.{removed + 1:04d}.json") if removed > 1 else ()),
+        ]
+        assert len(before) <= 13
+        bury(place)
+        assert find_place(store) is None
+        with pytest.raises(RunError, match="tombstone of a run removed at 20"):
+            open_place(store)
+        store.take()
+
+
+def test_leftovers_of_any_removed_run_are_found() -> None:
+    store = MemoryStore()
+    removed = [start_run(store, {})]
+    for _ in range(5):
+        bury(removed[-1])
+        removed.append(start_run(store, {}))
+    for place in removed[1], removed[4]:
+        place.store.put("data/part-0001-w-1-000001.safetensors", [b"late"])
+    store.put("run-0123456789abcdef/data/part-0001-w-1-000001.safetensors", [b"of no tombstone"])
+    folders = {f"{place.folder}/" for place in (removed[1], removed[4])}
+    assert set(leftovers(store, removed_only=True)) == folders
+    assert set(leftovers(store)) == {*folders, "run-0123456789abcdef/"}
 
 
 def test_opening_an_unfinished_run() -> None:
