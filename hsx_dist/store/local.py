@@ -108,7 +108,7 @@ class LocalStore:
     def head(self, name: str) -> ObjectInfo:
         path = self._path(name)
         with self._translating("head", name):
-            found = path.stat()
+            found = _found(path)
             if not stat.S_ISREG(found.st_mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             return ObjectInfo(name, found.st_size)
@@ -230,7 +230,7 @@ class LocalStore:
     @contextmanager
     def _reading(self, name: str) -> Iterator[int]:
         path = self._path(name)
-        self._require_file(name, path.stat())  # opening a device may have side effects
+        self._require_file(name, _found(path))  # opening a device may have side effects
         # Opening a FIFO would block until another process writes into it.
         with _opened(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
             self._require_file(name, os.fstat(fd))
@@ -298,6 +298,21 @@ class LocalStore:
                 ) from e
             kind = Unavailable if e.errno in _TRANSIENT else StoreError
             raise kind(f"{where}: {e.strerror or e}") from e
+
+
+def _found(path: Path) -> os.stat_result:
+    """Return the file's status. Raises ``FileNotFoundError`` only after the folder was opened.
+
+    An NFS client remembers for a minute that a name is missing, and asks the server when the folder is opened.
+    """
+    with suppress(FileNotFoundError):
+        return path.stat()
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:  # a folder that may be searched, but not read
+        return path.stat()
+    with _opened(folder):
+        return os.stat(path.name, dir_fd=folder)
 
 
 @contextmanager

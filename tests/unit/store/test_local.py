@@ -244,3 +244,48 @@ def test_folders_in_very_many_levels_are_a_typed_error(tmp_path: Path) -> None:
                 list(ask())
     finally:  # pytest cannot delete so many levels
         subprocess.run(["rm", "-rf", str(tmp_path / "a")], check=True)
+
+
+def test_a_name_that_an_nfs_client_remembers_as_missing_is_looked_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Simulated: the client asks the server again when a process opens the folder. No NFS server is needed."""
+    missing: set[str] = set()
+    real_stat, real_open = Path.stat, os.open
+
+    def cached(path: Path, **kwargs: Any) -> os.stat_result:
+        if str(path) in missing:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        try:
+            return real_stat(path, **kwargs)
+        except FileNotFoundError:
+            missing.add(str(path))
+            raise
+
+    def opening(path: Any, *args: Any, **kwargs: Any) -> int:
+        fd = real_open(path, *args, **kwargs)
+        missing.difference_update([m for m in missing if os.path.dirname(m) == str(path)])
+        return fd
+
+    store = LocalStore(tmp_path)
+    store.put("a/other", [b""])
+    monkeypatch.setattr(Path, "stat", cached)
+    monkeypatch.setattr(os, "open", opening)
+    for call in (store.head, store.get):
+        with pytest.raises(NotFound):
+            call("a/b")
+    missing.add(str(tmp_path / "a/b"))
+    (tmp_path / "a/b").write_bytes(b"of another node")
+    assert store.head("a/b").size == 15
+    missing.add(str(tmp_path / "a/b"))
+    assert store.get("a/b") == b"of another node"
+
+
+def test_a_missing_object_in_a_folder_that_may_not_be_read_is_not_found(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a").chmod(0o311)
+    try:
+        with pytest.raises(NotFound):
+            LocalStore(tmp_path).head("a/b")
+    finally:
+        (tmp_path / "a").chmod(0o755)
