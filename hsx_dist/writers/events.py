@@ -44,7 +44,7 @@ class Stored:
 Event = Receipt | Stored | Lost
 
 
-def reason_of(error: Exception, *, for_clients: bool) -> str:
+def reason_not_stored(error: Exception, *, for_clients: bool) -> str:
     """Return why a part was not stored. ``for_clients``: a server's clients read the reason in a failure marker.
 
     Errors of the store, and unexpected errors, can name the store's addresses. Clients get only the class.

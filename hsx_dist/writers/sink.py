@@ -23,7 +23,7 @@ from hsx_dist.store.base import Buffer
 from hsx_dist.text import bounded
 from hsx_dist.writers.committer import PartCommitter
 from hsx_dist.writers.daemon import DaemonPool
-from hsx_dist.writers.events import Event, Lost, reason_of
+from hsx_dist.writers.events import Event, Lost, reason_not_stored
 from hsx_dist.writers.filling import Filling, OpenPart
 from hsx_dist.writers.sample_columns import SampleColumns
 from hsx_dist.writers.sanity_checks import SanityChecks
@@ -409,7 +409,7 @@ class PartSink:
         self._on_event(
             Lost(
                 tuple(s.segment for s in segments),
-                reason_of(error, for_clients=self._opt.attempt == 0),
+                reason_not_stored(error, for_clients=self._opt.attempt == 0),
                 fatal=fatal,
                 fenced=isinstance(error, Fenced),
                 conflict=isinstance(error, SampleConflict),
