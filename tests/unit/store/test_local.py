@@ -264,7 +264,7 @@ def test_a_name_that_an_nfs_client_remembers_as_missing_is_looked_up_again(
 
     def opening(path: Any, *args: Any, **kwargs: Any) -> int:
         fd = real_open(path, *args, **kwargs)
-        missing.difference_update([m for m in missing if os.path.dirname(m) == str(path)])
+        missing.difference_update([m for m in missing if Path(m).parent == Path(path)])
         return fd
 
     store = LocalStore(tmp_path)
