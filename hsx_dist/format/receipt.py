@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -40,6 +41,9 @@ _HEX8, _HEX = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]*")
 MAX_PART_BYTES = 1 << 50
 _LARGEST_ROW = 2**62
 _PART = re.compile(r"[!-~]{1,1024}")
+#: A row of a receipt, which is a list, takes at least 25 bytes. A receipt has few other lists and objects.
+_FEW, _BYTES_OF_A_ROW = 64, 16
+_STRING_OR_BEGIN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]')
 _Json = dict[str, Any]
 
 Fate = Literal["refused", "failed", "poison", "withdrawn"]
@@ -164,6 +168,7 @@ def _open(data: bytes, where: str) -> _Json:
             f"{where}: expected crc32c {stored.decode('ascii', 'replace')}, got {found}: the receipt changed after it "
             "was written. Restore it. Without it, the samples of its part count as missing"
         )
+    _check_containers(text, where)
     try:
         body = parse_json(text, floats=True)
     except FormatError as e:
@@ -173,6 +178,18 @@ def _open(data: bytes, where: str) -> _Json:
         expected = f"{_FORMAT!r} or {_FORMAT_OF_COLUMNS!r}"
         raise FormatError(f"{where}: expected format {expected}, got {shown(got)}. Update hsx_dist to read it")
     return body
+
+
+def _check_containers(text: bytes, where: str) -> None:
+    """Raise ``FormatError`` for more lists and objects than a receipt needs. They take the most memory when parsed."""
+    most = _FEW + len(text) // _BYTES_OF_A_ROW
+    if text.count(b"[") + text.count(b"{") > most:
+        begins = (1 for found in _STRING_OR_BEGIN.finditer(text) if found[0] in b"[{")  # keys may consist of brackets
+        if next(islice(begins, most, None), None):
+            raise FormatError(
+                f"{where}: expected at most {most} lists and objects in {len(text)} bytes, got more. It was not "
+                "written by hsx_dist, or is damaged"
+            )
 
 
 def _receipt(b: _Json) -> Receipt:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import re
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from hsx_dist.errors import AlreadyExists, Fenced, FormatError, HsxError, IntegrityError, NotFound
+from hsx_dist.format.byte_budget import ByteBudget
 from hsx_dist.format.description import MAX_HEADER_BYTES
 from hsx_dist.format.json_objects import get_small
 from hsx_dist.format.names import LARGEST_NUMBER, closed_name, parse_part_name, parse_receipt_name, receipt_name
@@ -32,6 +34,8 @@ _SEAL_FORMAT = "hsx-seal/1"
 _LARGEST_RECEIPT = MAX_HEADER_BYTES
 #: Concurrent requests. Each waits for a round trip to the store.
 _THREADS = 16
+#: Bytes of receipts that are fetched and parsed at once. Parsed JSON takes many times the memory of its text.
+_BYTES_AT_ONCE = 8 << 20
 #: Names in one response of S3 to a listing.
 _PAGE = 1000
 
@@ -210,12 +214,14 @@ def _before_seals(store: Store, listed: Iterable[ObjectInfo], done: dict[Log, in
     gaps are not detected.
     """
     sizes = {entry: info.size for info in listed if (entry := parse_receipt_name(info.name)) is not None}
-    entries = sorted(sizes)
+    entries, budget = sorted(sizes), ByteBudget(_BYTES_AT_ONCE)
 
     def read(entry: tuple[int, str, int]) -> Receipt | HsxError | None:
         try:
-            return read_entry(store, receipt_name(*entry), sizes[entry])
+            with budget.hold(sizes[entry]):
+                return read_entry(store, receipt_name(*entry), sizes[entry])
         except HsxError as e:
+            _clear_frames(e)
             return e  # raised below, unless the log ends before this entry
 
     ended: set[Log] = set()
@@ -238,6 +244,13 @@ def _before_seals(store: Store, listed: Iterable[ObjectInfo], done: dict[Log, in
                 ended.add(log)
                 if done is not None:
                     done[log] = LARGEST_NUMBER
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Release the variables of the functions that raised ``error``, which hold the fetched bytes."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _check_gap(store: Store, log: Log, expected: int, number: int) -> None:

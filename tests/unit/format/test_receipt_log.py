@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
-from hsx_dist.errors import Fenced
-from hsx_dist.format.manifest import Receipt
+from hsx_dist.errors import Fenced, FormatError
+from hsx_dist.format import receipt_log
+from hsx_dist.format.byte_budget import ByteBudget
+from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.manifest import Receipt, RowFate
 from hsx_dist.format.names import part_name, receipt_name
 from hsx_dist.format.receipt_log import LogReader, ReceiptLog, list_logs, new_receipts, read_entry, seal_logs
 from hsx_dist.format.runs import DRIVER, seal_attempts, take_attempt
@@ -112,3 +119,52 @@ def test_a_later_read_finds_receipts_of_more_digits(last: int, new: int) -> None
     logs._read = {(1, "w"): last}
     assert [r.id for r in logs.read(store)] == [(1, "w", new), (1, "x", 1)]
     assert list(logs.read(store)) == []
+
+
+def test_receipts_that_are_refused_take_the_memory_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has a hundred thousand objects in an unknown member. Others are long, and no receipts."""
+    store = MemoryStore()
+    body = receipt().to_json()[:-2].partition(b'"receipt":')[2] + b',"x":[' + b'{"":0},' * 100_000 + b"0]}"
+    nested = b'{"crc32c":"' + crc32c_hex(crc32c(body)).encode() + b'","receipt":' + body + b"}"
+    with pytest.raises(FormatError, match=r"expected at most .* lists and objects in .* bytes, got more"):
+        Receipt.from_json(nested)
+    for number in range(1, 41):
+        store.put(receipt_name(1, "w", number), [bytes(2 << 20)])
+
+    def get(name: str, size: int) -> bytes:
+        data = bytes(memoryview(store.objects[name])[:size])
+        time.sleep(0.02)
+        return data
+
+    monkeypatch.setattr(store, "get", get)
+    monkeypatch.setattr(receipt_log, "_BYTES_AT_ONCE", 4 << 20)
+    tracemalloc.start()
+    with pytest.raises(FormatError, match=r"expected a receipt, which begins with"):
+        list(LogReader().read(store))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_a_key_of_brackets_is_no_list() -> None:
+    made = replace(receipt(), rows=(RowFate("[{" * 5000 + '"\\', 1, "refused", "[" * 5000, 1),))
+    assert Receipt.from_json(made.to_json()) == made
+
+
+def test_a_budget_lets_a_larger_claim_through_alone() -> None:
+    budget, held, most = ByteBudget(10), 0, 0
+    lock = threading.Lock()
+
+    def work(n: int) -> None:
+        nonlocal held, most
+        with budget.hold(n):
+            with lock:
+                held += n
+                most = max(most, held)
+            time.sleep(0.002)
+            with lock:
+                held -= n
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, [3, 4, 5, 30, 1] * 8))
+    assert most == 30
