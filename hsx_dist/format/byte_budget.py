@@ -11,13 +11,14 @@ class ByteBudget:
     """Threads hold at most ``nbytes`` together. A larger claim waits until no other thread holds any."""
 
     def __init__(self, nbytes: int):
+        """``nbytes``: at least 1."""
         self._all = self._free = nbytes
         self._changed = threading.Condition()
 
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
         """Block until ``nbytes`` are free, and hold them within the context."""
-        nbytes = min(nbytes, self._all)
+        nbytes = min(max(nbytes, 0), self._all)
         with self._changed:
             self._changed.wait_for(lambda: self._free >= nbytes)
             self._free -= nbytes

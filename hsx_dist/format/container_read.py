@@ -326,6 +326,7 @@ class Part:
             x = _empty_chunk(info, c, data)
             self._decode(i, k, c, data, x)
             _place(out, x, (a, b), start, stop)
+            del x  # before the next chunk is allocated
 
     def _decode(self, i: int, k: int, c: int, data: memoryview, out: np.ndarray[Any, Any]) -> None:
         """Check and decode one chunk of one layer into ``out`` ``[rows, H]``."""

@@ -100,9 +100,7 @@ class SampleColumn:
         first = self.first
         if layers is None and first.layer_ids:
             layers = first.layer_ids  # segments may store layers in different orders
-        spans = [proof.segment for proof in self.segments]
-        within = [i for i, s in enumerate(spans) if s.start < stop and start < s.stop]
-        within = within or [0]  # without tokens: return an empty array of the right shape
+        spans, within = [proof.segment for proof in self.segments], self._within(start, stop)
         ids: list[np.ndarray[Any, Any]] = []
         small: dict[str, np.ndarray[Any, Any]] = {}
         if len(within) > 1 and out is None:
@@ -125,6 +123,19 @@ class SampleColumn:
             ids.append(own[a - s.start : b - s.start])
         return Loaded(states if out is None else out, np.concatenate(ids), small)
 
+    def load_bytes(self, layers: Sequence[int] | None, start: int, stop: int) -> int:
+        """Maximum bytes of memory that ``load`` takes in addition to the states. Reads only headers."""
+        found = 0
+        for i in self._within(start, stop):
+            s = self.segments[i].segment
+            found = max(found, _load_bytes(self.info(i), layers, max(start - s.start, 0), min(stop, s.stop) - s.start))
+        return found
+
+    def _within(self, start: int, stop: int) -> list[int]:
+        """Segments with tokens in ``[start, stop)``. Without any: the first. Its empty array has the right shape."""
+        spans = [proof.segment for proof in self.segments]
+        return [i for i, s in enumerate(spans) if s.start < stop and start < s.stop] or [0]
+
     def check_size(self, segments: Iterable[int], nbytes: int) -> None:
         """Refuse to allocate ``nbytes`` for states before any are fetched: a receipt may claim any number of tokens."""
         _check_size(self.parts(segments), nbytes)
@@ -146,6 +157,28 @@ class SampleColumn:
                 f"{self._url}/{proof.part}: expected token ids of hash {proof.token_hash} for {self.key!r}, as its "
                 f"receipt says, got {token_hash(ids)}. {_REPAIR}"
             )
+
+
+def _load_bytes(info: SegmentInfo, layers: Sequence[int] | None, start: int, stop: int) -> int:
+    """Bytes of memory to read tokens ``[start, stop)`` of a segment in addition to the states.
+
+    They hold all token ids, the stored chunks, and values and codes of a chunk that is decoded whole.
+    """
+    ids = 16 * info.segment.num_tokens
+    if start >= stop:
+        return ids
+    rows = min(info.chunk_tokens, info.segment.num_tokens)
+    first, last = start // info.chunk_tokens, -(-stop // info.chunk_tokens)
+    picks: Sequence[int] = range(info.num_layers)
+    if layers is not None and info.layer_ids:
+        position = {layer: k for k, layer in enumerate(info.layer_ids)}
+        picks = [position[layer] for layer in layers if layer in position]
+    if info.sizes:
+        stored = sum(sum(info.sizes[k][first:last]) for k in picks)
+    else:
+        stored = len(picks) * (last - first) * rows * info.row_bytes
+    is_whole = not start % info.chunk_tokens and (not stop % info.chunk_tokens or stop == info.segment.num_tokens)
+    return ids + stored + (1 if is_whole else 2) * rows * info.row_bytes
 
 
 def agrees(info: SegmentInfo, proof: SegmentProof) -> bool:
@@ -209,6 +242,10 @@ class PointColumns:
         width = sum(x.hidden_size for x in infos)
         heads = width // first.segment.head if first.segment.head else 0
         self.stored = StoredPoint(first.layer_ids, width, heads, first.dtype)
+
+    def load_bytes(self, layers: Sequence[int] | None, start: int, stop: int) -> int:
+        """As ``SampleColumn.load_bytes``: columns are read one after the other."""
+        return max(column.load_bytes(layers, start, stop) for column in self.columns)
 
     def load(
         self, layers: Sequence[int] | None, start: int, stop: int, *, masked: bool = False, empty: Empty | None = None

@@ -296,9 +296,9 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         )
         places = selection.places[progress.mine(order)[progress.taken :]]
         tasks = ((int(place), reader.nbytes(int(place))) for place in places)
-        epoch, empty = progress.epoch, self._reader.memory(self._prefetch)
+        epoch, memory = progress.epoch, self._reader.memory(self._prefetch)
         for place, future in read_ahead(
-            lambda place: reader.make(place, epoch, empty), tasks, threads=self._threads, max_bytes=self._prefetch
+            lambda place: reader.make(place, epoch, memory), tasks, threads=self._threads, max_bytes=memory.ahead
         ):
             item = self._outcome(selection.run_index.keys[place], future)
             progress.taken += 1
@@ -331,7 +331,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         if resume is not None:
             position, self.skipped = resume["position"], resume.get("skipped", self.skipped)
         follower = self._follower = Follower(self.run.place, state=position, **(self._follow or {}))
-        reader, empty = self._reader, self._reader.memory(self._prefetch)
+        reader, memory = self._reader, self._reader.memory(self._prefetch)
 
         def tasks(arrivals: Iterable[SampleRecord | None]) -> Iterator[tuple[SampleRecord | None, int]]:
             for r in arrivals:
@@ -342,10 +342,10 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
         def make(record: SampleRecord | None) -> dict[str, Any]:
             assert record is not None, "read_ahead does not call make for pauses"
-            return reader.make_of(record, 0, empty)
+            return reader.make_of(record, 0, memory)
 
         for arrivals in (follower, follower.computed_again()):
-            for record, future in read_ahead(make, tasks(arrivals), threads=self._threads, max_bytes=self._prefetch):
+            for record, future in read_ahead(make, tasks(arrivals), threads=self._threads, max_bytes=memory.ahead):
                 assert record is not None, "read_ahead does not yield pauses"
                 gone = isinstance(future.exception(), NotFound)
                 if gone and arrivals is not follower:

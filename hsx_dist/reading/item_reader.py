@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.format.byte_budget import ByteBudget
 from hsx_dist.format.container_read import Empty
 from hsx_dist.format.manifest import SampleRecord
 from hsx_dist.reading.arrays import resolve_framework
@@ -16,11 +17,26 @@ from hsx_dist.reading.cache import CachedStore
 from hsx_dist.reading.items import ItemSpec
 from hsx_dist.reading.prefetch import reused_memory
 from hsx_dist.reading.run import Run, open_run
-from hsx_dist.reading.sample import layers_of
+from hsx_dist.reading.sample import Sample, layers_of, load_bytes
 from hsx_dist.reading.select import Selection, select
 
 #: A run's path or URL, an open run, or a selection of a run.
 Source = str | os.PathLike[str] | Run | Selection
+
+
+class ReadMemory(NamedTuple):
+    """The memory of one iteration over a data set, or of one batch.
+
+    Attributes:
+        ahead: limit for the sum of ``ItemReader.nbytes`` of samples that are read ahead.
+        chunks: what samples take beyond ``ItemReader.nbytes`` while they are read. A chunk is fetched and decoded
+            whole, also for one token. Receipts do not have the size of chunks.
+        empty: allocator for the states. ``None``: new memory.
+    """
+
+    ahead: int
+    chunks: ByteBudget
+    empty: Empty | None
 
 
 class ItemReader:
@@ -47,11 +63,11 @@ class ItemReader:
         self.one_order = spec.points is not None
         self._first: dict[str, tuple[int, ...]] = {}
 
-    def make(self, place: int, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
+    def make(self, place: int, epoch: int, memory: ReadMemory | None = None) -> dict[str, Any]:
         """The item of the sample at ``place``. Errors: as ``make_of``."""
-        return self.make_of(self.selection.run_index[place], epoch, empty)
+        return self.make_of(self.selection.run_index[place], epoch, memory)
 
-    def make_of(self, record: SampleRecord, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
+    def make_of(self, record: SampleRecord, epoch: int, memory: ReadMemory | None = None) -> dict[str, Any]:
         """The item of a sample. Errors: as ``ItemSpec.make``; ``ConfigError``: its layers differ from earlier ones."""
         sample = self.run.sample_of(record)
         for name in self.spec.states if self.one_order else ():
@@ -63,7 +79,17 @@ class ItemReader:
                         f"{sample.uri}: expected the layers {list(first)} of {name}, as in earlier samples, got "
                         f"{list(stored)}. Pass layers=[…] to the data set"
                     )
-        return self.spec.make(self.run, sample, epoch, empty)
+        if memory is None:
+            return self.spec.make(self.run, sample, epoch)
+        with memory.chunks.hold(self._beyond(record, sample, epoch)):
+            return self.spec.make(self.run, sample, epoch, memory.empty)
+
+    def _beyond(self, record: SampleRecord, sample: Sample, epoch: int) -> int:
+        """Bytes of memory to read a sample beyond its ``nbytes``."""
+        raw, stored = record.raw_bytes, record.stored_bytes
+        included = self.spec.state_bytes(self.run, record.key, record.num_tokens, raw) * max(1.0, stored / max(1, raw))
+        span = self.spec.span(sample.num_tokens, sample.key, epoch)
+        return load_bytes(sample, self.spec.layers, span, self.spec.points) - int(included)
 
     def nbytes(self, place: int) -> int:
         """``ItemSpec.nbytes`` of the sample at ``place``."""
@@ -71,6 +97,10 @@ class ItemReader:
         sizes = int(index.tokens[place]), int(index.raw_bytes[place]), int(index.stored_bytes[place])
         return self.spec.nbytes(self.run, index.keys[place], *sizes)
 
-    def memory(self, prefetch_bytes: int) -> Empty | None:
-        """Allocator for the states of items. ``None`` (new memory) for numpy, which gets converted copies of bf16."""
-        return reused_memory(prefetch_bytes) if resolve_framework(self.spec.framework) == "torch" else None
+    def memory(self, prefetch_bytes: int) -> ReadMemory:
+        """Memory within ``prefetch_bytes``. For samples that are read in part, half is for chunks."""
+        half = max(prefetch_bytes // 2, 1)
+        ahead = half if self.spec.cuts else prefetch_bytes
+        # numpy gets converted copies of bf16
+        empty = reused_memory(ahead) if resolve_framework(self.spec.framework) == "torch" else None
+        return ReadMemory(ahead, ByteBudget(half), empty)

@@ -109,18 +109,29 @@ class ItemSpec:
             before = spare if self.crop == "end" else 0
         return start + before, stop - (spare - before)
 
-    def nbytes(self, run: Run, key: str, num_tokens: int, raw_bytes: int, stored_bytes: int) -> int:
-        """Maximum bytes of memory to fetch and decode a sample: the stored chunks, and the states.
+    @property
+    def cuts(self) -> bool:
+        """Whether samples may be read in part."""
+        return self.tokens is not None or self.max_tokens is not None
 
-        Computed from receipts only, without reading the part.
-        """
+    def state_bytes(self, run: Run, key: str, num_tokens: int, raw_bytes: int) -> int:
+        """Bytes of an item's states as stored. Computed from receipts only, without reading the part."""
         start, stop = self.span(num_tokens, key, 0)
         share = (stop - start) / num_tokens
         wanted = layers_of(self.layers, HIDDEN_STATES)
         if wanted is not None and run.layer_ids and self.points is None:
             share *= len(wanted) / len(run.layer_ids)
+        return int(raw_bytes * share)
+
+    def nbytes(self, run: Run, key: str, num_tokens: int, raw_bytes: int, stored_bytes: int) -> int:
+        """Maximum bytes of memory to fetch and decode a sample: the stored chunks, and the states.
+
+        Computed from receipts only, without reading the part. Memory for the rest of a chunk that is read in part is
+        not included: ``ItemReader.make_of`` holds it.
+        """
         wide = 1 if self.framework != "numpy" else 2  # bf16 becomes float32
-        return int(raw_bytes * share * (wide + max(1.0, stored_bytes / max(1, raw_bytes))))
+        states = self.state_bytes(run, key, num_tokens, raw_bytes)
+        return int(states * (wide + max(1.0, stored_bytes / max(1, raw_bytes))))
 
     def make(self, run: Run, sample: Sample, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
         """Make the item. ``empty``: as for ``Sample.load``.

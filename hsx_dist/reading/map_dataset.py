@@ -20,6 +20,9 @@ if importlib.util.find_spec("torch") is not None:
 else:
     Dataset = object
 
+#: Memory of a batch's threads beyond the samples: chunks that are read in part.
+_BATCH_BYTES = 256 << 20
+
 
 class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
     """The samples of a run by position, for custom samplers.
@@ -81,5 +84,6 @@ class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
         return self._reader.make(int(self._reader.selection.places[i]), 0)
 
     def __getitems__(self, positions: Sequence[int]) -> list[dict[str, Any]]:
+        places, memory = self._reader.selection.places, self._reader.memory(_BATCH_BYTES)._replace(empty=None)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hsx-read") as pool:
-            return list(pool.map(self.__getitem__, positions))
+            return list(pool.map(lambda i: self._reader.make(int(places[i]), 0, memory), positions))

@@ -375,6 +375,18 @@ class Sample:
         return found
 
 
+def load_bytes(
+    sample: Sample, layers: Layers | None, tokens: Tokens | None, points: Sequence[str] | None = None
+) -> int:
+    """Maximum bytes of memory that ``sample.load`` takes in addition to the states. Reads only headers.
+
+    A range within a chunk takes the whole chunk. Arguments and errors: as ``Sample.load``.
+    """
+    start, stop = sample.span(tokens)
+    names = [HIDDEN_STATES] if points is None else points
+    return max(sample._point(name).load_bytes(layers_of(layers, name), start, stop) for name in names)
+
+
 def layers_of(layers: Layers | None, point: str) -> Sequence[int] | None:
     """The layer ids that ``layers`` requests for ``point``. ``None``: all, in stored order."""
     return layers.get(point) if isinstance(layers, Mapping) else layers

@@ -15,7 +15,7 @@ from hsx_dist.format.description import TENSOR_DTYPE
 from hsx_dist.format.identity import IDENTITY
 from hsx_dist.page import CARRIER, HIDDEN_STATES
 from hsx_dist.reading.column import LOSS_MASK
-from hsx_dist.reading.sample import Sample
+from hsx_dist.reading.sample import Sample, load_bytes
 
 #: Bytes of states that are loaded at once, if a chunk of the stored object is not larger.
 PIECE_BYTES = 8 << 20
@@ -94,8 +94,10 @@ class StatesFile:
         self.size = self.front_bytes + (self._stop - self._start) * row_bytes
         chunk = sample.chunk_tokens
         self._step = max(chunk, PIECE_BYTES // max(row_bytes, 1) // chunk * chunk)
-        # A stored piece and its decoded form; the allocator keeps as much again (measured: 28 MB for a piece of 8 MB).
-        self.loading_bytes = 4 * min(self._step, self._stop - self._start) * row_bytes + _DECODED * len(meta)
+        reads = [load_bytes(sample, wanted.layers, span, [s.name]) for s in self._states for span in self._spans()]
+        piece = min(self._step, self._stop - self._start) * row_bytes + max(reads, default=0)
+        # The allocator keeps as much again (measured: 28 MB for a piece of 8 MB).
+        self.loading_bytes = 2 * piece + _DECODED * len(meta)
 
     def _describe(self, name: str) -> _States:
         states, _ = self._sample.load_carrier(self._layers, (0, 0), name)  # no tokens: checks and the shape

@@ -22,7 +22,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hsx_dist import HiddenStatesDataset, HiddenStatesMapDataset, MixedDataset, TokenBatches, merge_states, open_run
 from hsx_dist.errors import ConfigError, FormatError, IntegrityError, NotFound
-from hsx_dist.reading import Run
+from hsx_dist.format.codecs import ZstdCodec
+from hsx_dist.format.container import Part
+from hsx_dist.reading import Run, map_dataset
 from hsx_dist.reading.collate import pack, pad
 from hsx_dist.reading.order import Dealt, EpochPosition, canonical_order
 from hsx_dist.store import Store, open_store
@@ -633,3 +635,41 @@ def test_a_receipt_that_says_less_than_the_part_holds_is_found_before_its_states
         store.delete(complete)
     with pytest.raises(IntegrityError, match="bytes of states"):
         Run(store)["a"].load()
+
+
+def of_zeros(samples: int, nbytes: int) -> MemoryStore:
+    """A run whose samples are one chunk of ``nbytes`` zeros each, in parts of a few KiB."""
+    store = MemoryStore()
+    zeros = np.zeros((nbytes >> 11, 1, 1 << 10), np.uint16)
+    ids = np.arange(len(zeros))
+    made = [RandomSample(f"k{i}", zeros, ids, (3,), "bfloat16", len(zeros)) for i in range(samples)]
+    store_run(store, made, codec=ZstdCodec(), per_part=1)
+    return store
+
+
+@pytest.mark.parametrize("by_place", [False, True])
+def test_reading_a_token_counts_the_memory_of_its_whole_chunk(by_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receipts do not have the size of a chunk."""
+    chunk, running, most = 16 << 20, 0, 0
+    run, lock, read = Run(of_zeros(12, chunk)), threading.Lock(), Part.load
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        try:
+            return read(*args, **kwargs)
+        finally:
+            with lock:
+                running -= 1
+
+    monkeypatch.setattr(Part, "load", counted)
+    if by_place:
+        monkeypatch.setattr(map_dataset, "_BATCH_BYTES", 10 * chunk)
+        items = HiddenStatesMapDataset(run, max_tokens=1).__getitems__(range(12))
+    else:
+        items = list(HiddenStatesDataset(run, max_tokens=1, prefetch_bytes=10 * chunk))
+    assert [item["hidden_states"].shape for item in items] == [(1, 1, 1 << 10)] * 12
+    assert most <= 2  # half of the memory is for chunks, and a codec may take as much as the chunk

@@ -652,6 +652,12 @@ def test_decoded_metadata_counts_as_memory_of_an_answer(tmp_path, unit):
         assert states_file.StatesFile(sample, states_file.Range()).loading_bytes >= nbytes
 
 
+def test_a_token_of_a_large_chunk_counts_the_whole_chunk_as_memory(tmp_path):
+    store_sample(tmp_path, random_sample("k", 4096, hidden_size=256, chunk_tokens=4096))
+    with object_sample(open_store(str(tmp_path)), "k.safetensors") as sample:
+        assert states_file.StatesFile(sample, states_file.Range(tokens=(0, 1))).loading_bytes >= 4096 * 256 * 2
+
+
 def test_requests_that_wait_look_for_their_samples_at_a_bounded_rate(tmp_path, monkeypatch):
     """Waiting requests share threads and process with requests that do not wait."""
     monkeypatch.setattr(sample_source, "LONGEST_PAUSE", 0.01)
