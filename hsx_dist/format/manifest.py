@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, islice
 from types import MappingProxyType
 from typing import Any
 
@@ -135,9 +136,23 @@ class Manifest:
 
     @property
     def conflicts(self) -> list[str]:
-        """Contradictions, as sentences: an attempt with different tokens for one key, or receipts that differ."""
+        """Contradictions, as sentences: an attempt with different tokens for one key, or receipts that differ.
+
+        Of more than ``MOST_CONFLICTS``, the last sentence has the number of the others.
+        """
         self._decide()
-        return sorted({*self._conflicts, *(c for key in self._disputed for c in self._disputes(key))})
+        most = MOST_CONFLICTS
+        disputed = sum(len(attempts) for attempts in self._disputed.values())
+        named = heapq.nsmallest(most, self._disputed) if len(self._disputed) > most else self._disputed
+        found = sorted([*self._conflicts, *(c for key in named for c in self._disputes(key))])
+        others = len(self._conflicts) + disputed - most
+        return found if others <= 0 else [*found[:most], f"{others} more conflicts, which are not listed"]
+
+    @property
+    def num_conflicts(self) -> int:
+        """The number of contradictions, also of those that ``conflicts`` does not list."""
+        self._decide()
+        return len(self._conflicts) + sum(len(attempts) for attempts in self._disputed.values())
 
     @property
     def receipts(self) -> list[Receipt]:
@@ -177,13 +192,22 @@ class Manifest:
         alone[[starts[place >> _SLOT_BITS] + (place & _SLOTS) for place in many]] = False
         return found, numbers, alone
 
-    def several(self) -> Iterator[tuple[SampleRecord, tuple[int, str, int]]]:
-        """The samples that the mask of ``columns`` does not select, each with the id of the first receipt that proves
-        its first segment. The part of that receipt may be lost since."""
+    def several(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, str, int]]]:
+        """The samples that the mask of ``columns`` does not select: key, places of the segments, and the id of the
+        first receipt that proves the first segment. The part of that receipt may be lost since."""
         self._decide()
         for key, places in self._chosen.items():
             named = (self._receipt(p) for p in self._many[key] if self._begins(p))
-            yield self._record(key, places), min(receipt.id for receipt in named)
+            yield key, places, min(receipt.id for receipt in named)
+
+    def part_at(self, place: int) -> str:
+        """The part of the segment at a place."""
+        return self._part(place)
+
+    def at(self, place: int) -> tuple[str, int, list[int], list[bytes]]:
+        """The segment at a place: its part and slot, and its rows of ``SegmentTable.numbers`` and ``hashes``."""
+        table, slot = self._receipt(place).table, place & _SLOTS
+        return self._part(place), slot, table.numbers[slot].tolist(), table.hashes[slot].tolist()
 
     def totals(self) -> Totals:
         """Counts over the samples that readers see."""
@@ -292,10 +316,11 @@ class Manifest:
 
     def _choose(self, key: str) -> Copies | None:
         places = self._many[key]
-        copies = self._copies.pop(key, None) or Copies()
-        for place in places[copies.added :]:
-            if self._part(place) not in self._void:
-                copies.add(place, self._receipt(place).attempt, self._proof(place))
+        copies = self._copies.pop(key, None) or Copies(self._name, self._end)
+        for place in islice(places, copies.added, None):
+            part, _, (index, start, _, total, _, _, _, column, columns), (_, sample_hash, _) = self.at(place)
+            if part not in self._void:
+                copies.add(place, self._receipt(place).attempt, (total, columns, sample_hash), column, index, start)
         copies.added = len(places)
         self._chosen.pop(key, None)
         self._disputed.pop(key, None)
@@ -313,7 +338,7 @@ class Manifest:
             if attempt in parts and part not in self._void:
                 parts[attempt].add(part)
         return [
-            f"sample {key!r}: attempt {attempt} stored it with different tokens ({', '.join(sorted(names))})"
+            f"sample {key[:_SHOWN]!r}: attempt {attempt} stored it with different tokens ({_some(names)})"
             for attempt, names in parts.items()
         ]
 
@@ -327,6 +352,14 @@ class Manifest:
 
     def _part(self, place: int) -> str:
         return self._receipt(place).part or ""
+
+    def _name(self, place: int) -> tuple[str, int]:
+        return self._part(place), place & _SLOTS
+
+    def _end(self, place: int) -> tuple[int, bytes]:
+        """The last token and the token hash of the segment at ``place``."""
+        table, slot = self._receipt(place).table, place & _SLOTS
+        return table.numbers.item(slot, 2), table.hashes.item(slot, 0)
 
     def _begins(self, place: int) -> bool:
         """Whether the segment at ``place`` is the first of its sample's first column."""
@@ -378,7 +411,17 @@ class _Samples(Mapping[str, SampleRecord]):
         receipts, _, alone = self._manifest.columns()
         keys = (key for receipt in receipts for key in receipt.table.keys())  # noqa: SIM118 - an iterator, of a table
         yield from compress(keys, alone)
-        yield from (record.key for record, _ in self._manifest.several())
+        yield from (key for key, _, _ in self._manifest.several())
+
+
+#: The most conflicts that are listed, and characters of a key or part that are shown in one.
+MOST_CONFLICTS, _SHOWN = 1000, 200
+
+
+def _some(names: set[str]) -> str:
+    """The first part names, shortened, and the number of the others."""
+    first = [name[:_SHOWN] for name in heapq.nsmallest(4, names)]
+    return ", ".join(first if len(names) <= 4 else [*first, f"{len(names) - 4} more"])
 
 
 #: A place is one integer: the receipt's number in the high bits, the slot in its table in the low bits.

@@ -354,7 +354,7 @@ def count(manifest: Manifest) -> dict[str, int]:
         "stored_bytes": totals.stored_bytes,
         "refused": len(manifest.refused),
         "failed": len(manifest.failed),
-        "conflicts": len(manifest.conflicts),
+        "conflicts": manifest.num_conflicts,
     }
 
 

@@ -45,7 +45,7 @@ class RunSummary:
             stored_bytes=totals.part_bytes,
             refused=len(manifest.refused),
             failed=len(manifest.failed),
-            conflicts=len(manifest.conflicts),
+            conflicts=manifest.num_conflicts,
             stopped=stopped,
         )
 

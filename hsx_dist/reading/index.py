@@ -144,15 +144,17 @@ class _Several:
     def __init__(self, manifest: Manifest, place_of: dict[str | None, int], ranks: dict[tuple[int, str, int], int]):
         self.keys: list[str] = []
         facts, numbers, hashes = array("q"), array("q"), bytearray()
-        for record, first in manifest.several():
-            self.keys.append(record.key)
-            for p in record.segments:
-                s = p.segment
-                numbers.extend((s.index, s.start, s.stop, s.total, s.column, s.columns))
-                numbers.extend((p.slot, p.raw_bytes, p.stored_bytes, -1 if p.row is None else p.row, place_of[p.part]))
-                hashes += p.token_hash.encode().ljust(16, b"\0") + p.sample_hash.encode().ljust(16, b"\0")
-            facts.extend((-1 if record.row is None else record.row, record.num_tokens, _total(record.raw_bytes)))
-            facts.extend((_total(record.stored_bytes), ranks[first], len(record.segments)))
+        for key, places, first in manifest.several():
+            self.keys.append(key)
+            raw_bytes = stored_bytes = 0
+            for place in places:
+                part, slot, found, (token_hash, sample_hash, _) = manifest.at(place)
+                index, start, stop, total, raw, stored, row, column, columns = found
+                numbers.extend((index, start, stop, total, column, columns, slot, raw, stored, row, place_of[part]))
+                hashes += token_hash.ljust(16, b"\0") + sample_hash.ljust(16, b"\0")
+                raw_bytes, stored_bytes = raw_bytes + raw, stored_bytes + stored
+            _, _, (_, _, _, total, _, _, row, _, _), _ = manifest.at(places[0])
+            facts.extend((row, total, _total(raw_bytes), _total(stored_bytes), ranks[first], len(places)))
         self._numbers: _Array = np.array(numbers, np.int64).reshape(-1, 11)
         self._hashes: _Array = np.frombuffer(bytes(hashes), "S16").reshape(-1, 2)
         self.row, self.tokens, self.raw_bytes, self.stored_bytes, self.group, sizes = (

@@ -83,7 +83,7 @@ def _account(place: Place, observe_seconds: float, sleep: Callable[[float], None
         attempt=found.attempt,
         rows={"total": total, **ended, "open": left},
         totals=manifest.totals(),
-        conflicts=len(manifest.conflicts),
+        conflicts=manifest.num_conflicts,
         missing_parts=len(missing_parts(store, manifest, place.version)),
         reasons={
             "refused": _reasons(fate.reason for fate in manifest.refused.values()),

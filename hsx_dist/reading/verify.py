@@ -366,9 +366,10 @@ def _check_samples(store: Store, manifest: Manifest, sound: set[str]) -> Iterato
         receipt = manifest.parts[name]
         return Part.open(store, name, header_bytes=receipt.header_bytes, size=receipt.size)
 
-    for record, _ in manifest.several():
-        parts = {proof.part for proof in record.segments}
-        if len(record.segments) > 1 and parts <= sound:
+    for key, places, _ in manifest.several():
+        parts = {manifest.part_at(place) for place in places}
+        if len(places) > 1 and parts <= sound:
+            record = manifest.samples[key]
             try:
                 Sample(record.key, record.segments, opened, store.url).check()
             except NotFound:

@@ -159,7 +159,7 @@ def test_of_several_copies_the_receipt_counts_that_named_the_begin():
     """Samples are ordered by this receipt, also if lost samples are computed again."""
     whole = segments()
     manifest = Manifest([receipt(1, proof(whole[1])), receipt(2, proof(whole[0])), receipt(3, *map(proof, whole[2:]))])
-    assert [first for _, first in manifest.several()] == [(1, "w", 2)]
+    assert [first for *_, first in manifest.several()] == [(1, "w", 2)]
 
 
 def test_a_contradiction_in_one_column_undoes_the_pieces_of_all():

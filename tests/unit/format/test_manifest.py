@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
 from hsx_dist.format.names import attempt_name, heartbeat_name, parse_receipt_name, part_name, receipt_name
+from hsx_dist.format.segments import SegmentTable
 from hsx_dist.page import Segment, token_hash
 from hsx_dist.reading.index import Index
 from tests.unit.growth import check_linear
@@ -270,3 +272,29 @@ def test_asking_for_a_sample_after_each_receipt_takes_no_longer_and_longer(name:
         return follow
 
     check_linear(make, 256)
+
+
+def test_segments_of_one_key_take_little_memory() -> None:
+    """A compacted manifest of a megabyte may have half a million of them."""
+    n = 20_000
+    made = Receipt(1, "w", 1, "p", 9, "0" * 8, 9, 10, [], (), "t")
+    numbers = [(i, i, i + 1, n, 0, 0, -1, 0, 1) for i in range(n)]
+    object.__setattr__(made, "segments", SegmentTable(["k"] * n, numbers, [("0" * 16, "", "")] * n))
+    tracemalloc.start()
+    index = Index(Manifest([made]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert index.keys == ["k"]
+    assert peak / n < 700
+
+
+def test_conflicts_are_listed_up_to_a_limit() -> None:
+    """Each sentence has some parts, whose names may have 1,000 characters, and a key of any length."""
+    long = "x" * 900
+    keys = [_whole(f"{long}{i:05d}") for i in range(2000)]
+    made = [replace(_receipt(1, seq, *keys, tokens=seq), part=f"{long}{seq}") for seq in range(1, 8)]
+    manifest = Manifest(made)
+    found = manifest.conflicts
+    assert (manifest.num_conflicts, len(found), found[-1]) == (2000, 1001, "1000 more conflicts, which are not listed")
+    assert found[0].count(", ") == 4
+    assert max(map(len, found)) < 1500
