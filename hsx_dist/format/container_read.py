@@ -417,6 +417,11 @@ def _ranges(store: PartSource, name: str, ranges: Sequence[tuple[int, int]]) -> 
         views = store.get_ranges(name, ranges)
     except ValueError as e:  # the store raises it for a range past the object's end
         raise FormatError(f"cut short: {e}") from e
+    except MemoryError as e:  # a file with holes has any size
+        raise FormatError(
+            f"expected ranges that fit this machine's memory, got {sum(b - a for a, b in ranges)} bytes. Read fewer "
+            "tokens at once"
+        ) from e
     for (start, stop), view in zip(ranges, views, strict=True):
         if view.nbytes != stop - start:
             raise FormatError(f"expected {stop - start} bytes at {start}, got {view.nbytes}: the object was cut short")

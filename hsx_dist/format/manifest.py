@@ -200,10 +200,6 @@ class Manifest:
             named = (self._receipt(p) for p in self._many[key] if self._begins(p))
             yield key, places, min(receipt.id for receipt in named)
 
-    def part_at(self, place: int) -> str:
-        """The part of the segment at a place."""
-        return self._part(place)
-
     def at(self, place: int) -> tuple[str, int, list[int], list[bytes]]:
         """The segment at a place: its part and slot, and its rows of ``SegmentTable.numbers`` and ``hashes``."""
         table, slot = self._receipt(place).table, place & _SLOTS

@@ -367,7 +367,7 @@ def _check_samples(store: Store, manifest: Manifest, sound: set[str]) -> Iterato
         return Part.open(store, name, header_bytes=receipt.header_bytes, size=receipt.size)
 
     for key, places, _ in manifest.several():
-        parts = {manifest.part_at(place) for place in places}
+        parts = {manifest.at(place)[0] for place in places}
         if len(places) > 1 and parts <= sound:
             record = manifest.samples[key]
             try:

@@ -433,6 +433,18 @@ def test_a_header_larger_than_the_format_allows_is_not_fetched() -> None:
 # -- byte order ------------------------------------------------------------------------------------------------------
 
 
+def test_a_file_with_holes_that_does_not_fit_into_memory_is_a_format_error(tmp_path: Path) -> None:
+    n, width = 1 << 21, 1 << 20
+    states = {"dtype": "BF16", "shape": [n, 1, width], "data_offsets": [0, 2 * n * width]}
+    ids = {"dtype": "I64", "shape": [n], "data_offsets": [2 * n * width, 2 * n * width + 8 * n]}
+    header = json.dumps({"hidden_states": states, "token_ids": ids}).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(path, 8 + len(header) + 2 * n * width + 8 * n)
+    with pytest.raises(FormatError, match=r"expected ranges that fit this machine's memory"):
+        load_hidden_states(str(path))
+
+
 def test_a_big_endian_machine_is_refused() -> None:
     code = "import sys; sys.byteorder = 'big'; import hsx_dist"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
