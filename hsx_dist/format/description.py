@@ -20,7 +20,8 @@ import numpy as np
 from hsx_dist.errors import FormatError
 from hsx_dist.format.codecs import Codec, NoneCodec, codec_from_dict
 from hsx_dist.format.codecs.base import itemsize
-from hsx_dist.format.json_objects import check_depth, number, parse_json, shown
+from hsx_dist.format.description_text import parse_description
+from hsx_dist.format.json_objects import check_depth, number, shown
 from hsx_dist.format.loss import Loss
 from hsx_dist.page import CARRIER, FLOATS, HIDDEN_STATES, Segment
 
@@ -217,7 +218,7 @@ class Description:
         ``num_tensors``: tensors in the header's table. A description with more is refused before it allocates an object
         for each.
         """
-        body = _typed(parse_json(text, floats=True), dict, "the description")
+        body = parse_description(text)
         about = _get(body, "about", dict)
         check_depth([about, _get(body, "codec", dict)], "the description")
         codec = codec_from_dict(body["codec"])
@@ -253,7 +254,6 @@ class Description:
                 raise type(e)(f"segment {i}: {e}") from e
         if len({info.segment.id for info in infos}) != len(infos):
             raise FormatError("segments: expected each key, column and index once, got one twice")
-        check_depth([info.segment.meta for info in infos], "the description: meta")
         return cls(codec, about, "vllm" if schema == "vllm" else "segments", tuple(infos))
 
 
@@ -334,7 +334,7 @@ def _info(d: dict[str, Any], codec: Codec, schema: str) -> SegmentInfo:
     total = _int(d, "total", 1, MAX_TOKENS)
     start = _int(d, "start", 0, total - 1)
     index, stop = _int(d, "index", 0, total - 1), _int(d, "stop", start + 1, total)
-    meta = _get(d, "meta", dict) if "meta" in d else {}
+    meta = _get(d, "meta", Mapping) if "meta" in d else {}
     key = _get(d, "key", str)
     if not key:
         raise FormatError("key: expected a non-empty string, got ''")

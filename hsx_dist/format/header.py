@@ -17,10 +17,13 @@ from hsx_dist.format.description import (
     Tensor,
     plain_description,
 )
-from hsx_dist.format.json_objects import parse_json, shown
+from hsx_dist.format.json_objects import check_containers, parse_json, shown
 
 #: The largest tensor begins at a multiple of this, so that mapped memory and direct disk I/O need no copy to align it.
 _PAGE_BYTES = 4096
+#: A header has few other lists and objects than those of its tensors.
+_FEW, _BYTES_OF_A_CONTAINER = 64, 16
+_DESCRIPTION, _AFTER_DESCRIPTION = b'"hsx":"', b'","hsx_crc32c":"'
 #: Parts with less data are not aligned to a page, as the padding would be too large a share.
 _WORTH_A_PAGE = 1 << 20
 
@@ -61,6 +64,7 @@ def parse_header(body: bytes, data_bytes: int) -> tuple[Description, Mapping[str
         FormatError: the table or the data's length differs from the description's.
         IntegrityError: the description's checksum does not match.
     """
+    _check_containers(body)
     entries = parse_json(body, floats=False)
     if not isinstance(entries, dict):
         raise FormatError(f"expected a JSON object as header, got {shown(entries)}")
@@ -93,6 +97,20 @@ def parse_header(body: bytes, data_bytes: int) -> tuple[Description, Mapping[str
     if data_bytes != description.data_bytes:
         raise FormatError(f"expected {description.data_bytes} bytes of data, got {data_bytes}: cut short or extended")
     return description, description.tensors
+
+
+def _check_containers(body: bytes) -> None:
+    """Raise ``FormatError`` for more lists and objects than tensors need: 3 in at least 50 bytes."""
+    most = _FEW + len(body) // _BYTES_OF_A_CONTAINER
+    # Quick for a part of our own: brackets in the description, which is a string, do not count.
+    begin, end = body.find(_DESCRIPTION), body.find(_AFTER_DESCRIPTION)
+    if 0 <= begin < end:
+        begin += len(_DESCRIPTION)
+        if body.count(b'"', begin, end) == body.count(b'\\"', begin, end):
+            outside = sum(body.count(b, 0, begin) + body.count(b, end) for b in (b"[", b"{"))
+            if outside <= most:
+                return
+    check_containers(body, most, "header")
 
 
 def _entry(tensor: Tensor) -> dict[str, Any]:

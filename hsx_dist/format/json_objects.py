@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from hsx_dist.errors import AlreadyExists, FormatError, IntegrityError, NotFound
@@ -29,6 +31,23 @@ MemberCheck = Callable[[Any], str | None]
 def parse_json(text: str | bytes, *, floats: bool, constants: bool = False) -> Any:
     """Parse JSON without duplicate names or NaN, else raise ``FormatError``. ``floats=False`` also refuses fractions;
     ``constants=True`` accepts NaN and infinity."""
+    with json_errors():
+        return json_decoder(floats=floats, constants=constants).decode(text if isinstance(text, str) else text.decode())
+
+
+@contextmanager
+def json_errors() -> Iterator[None]:
+    """Raise errors of a JSON decoder as ``FormatError``."""
+    try:
+        yield
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as e:  # ValueError: also for a number of thousands of digits
+        raise FormatError(f"expected JSON, got an error from the parser: {e}") from e
+
+
+def json_decoder(*, floats: bool, constants: bool = False) -> json.JSONDecoder:
+    """A decoder with the rules of ``parse_json``. Use it within ``json_errors``."""
 
     def refuse(token: str) -> Any:
         raise FormatError(f"expected JSON with whole numbers, got {token[:40]}")
@@ -45,15 +64,37 @@ def parse_json(text: str | bytes, *, floats: bool, constants: bool = False) -> A
             raise FormatError(f"expected JSON without duplicate names, got {len(d)} names for {len(pairs)} members")
         return d
 
-    try:
-        text = text if isinstance(text, str) else text.decode()
-        parse_float = finite if floats else refuse
-        parse_constant = float if constants else refuse
-        return json.loads(text, object_pairs_hook=unique, parse_constant=parse_constant, parse_float=parse_float)
-    except FormatError:
-        raise
-    except (ValueError, RecursionError) as e:  # ValueError: also for a number of thousands of digits
-        raise FormatError(f"expected JSON, got an error from the parser: {e}") from e
+    parse_float = finite if floats else refuse
+    parse_constant = float if constants else refuse
+    return json.JSONDecoder(object_pairs_hook=unique, parse_constant=parse_constant, parse_float=parse_float)
+
+
+#: A string, which may lack its end, or a bracket. It matches at each quote: a search from each quote of a long string
+#: without end would take quadratic time.
+_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
+
+
+def check_containers(data: bytes, most: int, what: str) -> None:
+    """Raise ``FormatError`` if the JSON value that ``data`` begins with has more than ``most`` lists and objects.
+
+    Parsed, these take the most memory: up to 28 times their text.
+    """
+    if data.count(b"[") + data.count(b"{") <= most:  # also in strings
+        return
+    found = depth = 0
+    for token in _STRING_OR_BRACKET.finditer(data):
+        bracket = token[0]
+        if bracket in b"[{":
+            found, depth = found + 1, depth + 1
+            if found > most:
+                raise FormatError(
+                    f"{what}: expected at most {most} lists and objects, got more. It was not written by hsx_dist, or "
+                    "is damaged"
+                )
+        elif bracket in b"]}":
+            depth -= 1
+            if not depth:
+                return
 
 
 def check_depth(value: Any, what: str) -> None:

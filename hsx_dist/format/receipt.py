@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.description import MAX_COLUMNS, MAX_TOKENS
-from hsx_dist.format.json_objects import parse_json, shown
+from hsx_dist.format.json_objects import check_containers, parse_json, shown
 from hsx_dist.format.names import LARGEST_NUMBER, WRITER
 from hsx_dist.format.segments import SegmentProof, SegmentTable
 from hsx_dist.store.folder_listing import UNFINISHED
@@ -43,7 +42,6 @@ _LARGEST_ROW = 2**62
 _PART = re.compile(r"[!-~]{1,1024}")
 #: A row of a receipt, which is a list, takes at least 25 bytes. A receipt has few other lists and objects.
 _FEW, _BYTES_OF_A_ROW = 64, 16
-_STRING_OR_BEGIN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]')
 _Json = dict[str, Any]
 
 Fate = Literal["refused", "failed", "poison", "withdrawn"]
@@ -168,7 +166,7 @@ def _open(data: bytes, where: str) -> _Json:
             f"{where}: expected crc32c {stored.decode('ascii', 'replace')}, got {found}: the receipt changed after it "
             "was written. Restore it. Without it, the samples of its part count as missing"
         )
-    _check_containers(text, where)
+    check_containers(text, _FEW + len(text) // _BYTES_OF_A_ROW, where)
     try:
         body = parse_json(text, floats=True)
     except FormatError as e:
@@ -178,18 +176,6 @@ def _open(data: bytes, where: str) -> _Json:
         expected = f"{_FORMAT!r} or {_FORMAT_OF_COLUMNS!r}"
         raise FormatError(f"{where}: expected format {expected}, got {shown(got)}. Update hsx_dist to read it")
     return body
-
-
-def _check_containers(text: bytes, where: str) -> None:
-    """Raise ``FormatError`` for more lists and objects than a receipt needs. They take the most memory when parsed."""
-    most = _FEW + len(text) // _BYTES_OF_A_ROW
-    if text.count(b"[") + text.count(b"{") > most:
-        begins = (1 for found in _STRING_OR_BEGIN.finditer(text) if found[0] in b"[{")  # keys may consist of brackets
-        if next(islice(begins, most, None), None):
-            raise FormatError(
-                f"{where}: expected at most {most} lists and objects in {len(text)} bytes, got more. It was not "
-                "written by hsx_dist, or is damaged"
-            )
 
 
 def _receipt(b: _Json) -> Receipt:

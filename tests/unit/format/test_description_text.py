@@ -1,0 +1,126 @@
+"""Descriptions are parsed one segment at a time, and metadata is kept as text."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import time
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+
+from hsx_dist.errors import FormatError
+from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.codecs import SplitCodec
+from hsx_dist.format.container import Part, SegmentEncoder, build_part
+from hsx_dist.format.description_text import MOST_CONTAINERS, parse_description
+from hsx_dist.format.header import parse_header
+from hsx_dist.format.json_objects import check_containers
+from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.stores import MemoryStore
+
+
+def part_of(metadata: list[object]) -> MemoryStore:
+    """A part with a sample for each value."""
+    encoded = []
+    for i, value in enumerate(metadata):
+        sample = random_sample(f"k{i}", 4, hidden_size=8)
+        (page,) = sample.pages(replace(sample.segments()[0], meta={"expires": 7, "metadata": {"x": value}}))
+        encoder = SegmentEncoder(SplitCodec())
+        encoder.add(page)
+        encoded.append(encoder.finish())
+    store = MemoryStore()
+    store.put("p", build_part(encoded, SplitCodec(), {}).buffers)
+    return store
+
+
+def changed(store: MemoryStore, text: str) -> bytes:
+    """The part's header with another description."""
+    data = bytes(store.objects["p"])
+    body = json.loads(data[8 : 8 + struct.unpack_from("<Q", data)[0]])
+    body["__metadata__"] |= {"hsx": text, "hsx_crc32c": crc32c_hex(crc32c(text.encode()))}
+    return json.dumps(body).encode()
+
+
+def described(store: MemoryStore) -> str:
+    data = bytes(store.objects["p"])
+    return json.loads(data[8 : 8 + struct.unpack_from("<Q", data)[0]])["__metadata__"]["hsx"]
+
+
+def test_decoded_metadata_of_all_segments_is_never_in_memory_at_once() -> None:
+    value = json.loads(f"[{','.join(['[]'] * 15_000)}]")
+    store = part_of([value] * 40)
+    header = struct.unpack_from("<Q", bytes(store.objects["p"]))[0]
+    tracemalloc.start()
+    part = Part.open(store, "p")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 * header
+    meta = pickle.loads(pickle.dumps(part.segments[39].segment.meta))
+    assert (list(meta), meta, meta.get("expires"), meta.get("bad")) == (
+        ["expires", "metadata"],
+        {"expires": 7, "metadata": {"x": value}},
+        7,
+        None,
+    )
+
+
+def test_a_segment_with_very_many_lists_is_refused() -> None:
+    store = part_of([1])
+    for place in ('"x":1', '"about":{'):
+        many = f'"y":[{",".join(["[]"] * (MOST_CONTAINERS + 1))}]'
+        text = described(store).replace(place, f"{place},{many}" if place.endswith("1") else f"{place}{many}")
+        with pytest.raises(FormatError, match=f"expected at most {MOST_CONTAINERS} lists and objects, got more"):
+            parse_header(changed(store, text), 100)
+
+
+def test_a_header_with_more_lists_than_its_tensors_need_is_refused() -> None:
+    many = ",".join(['{"":0}'] * 100_000)
+    own = f'{{"__metadata__":{{"format":"hsx/1","hsx":"a","hsx_crc32c":"00000000"}},"x":[{many}]}}'
+    for body in (f'{{"x":[{many}]}}', own, own.replace('"a"', '"a\\\\"')):
+        with pytest.raises(FormatError, match=r"header: expected at most \d+ lists and objects, got more"):
+            parse_header(body.encode(), 0)
+
+
+def test_brackets_in_strings_are_no_lists() -> None:
+    value = "[{" * MOST_CONTAINERS + '\\"'
+    part = Part.open(part_of([value, 1]), "p")
+    assert part.segments[0].segment.meta["metadata"] == {"x": value}
+
+
+def test_brackets_are_counted_in_linear_time() -> None:
+    """A string without end has a quote at every second byte."""
+    begin = time.process_time()
+    check_containers(b'"' + b'\\"' * (1 << 20) + b"[" * 9, 8, "x")
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":1}',
+        ' { "a" : [ 1 , {} ] , "segments" : [ { "meta" : { "b" : [ ] } } , 3 ] } ',
+        "{}",
+        '{"segments":[]}',
+        '{"segments":{"a":[]},"é":"\\ud800"}',
+        f'{{"segments":[{",".join(["[[]]"] * 60_000)}],"b":"{"x" * 70_000}"}}',
+    ],
+)
+def test_a_description_is_parsed_as_json(text: str) -> None:
+    found = parse_description(text)
+    for item in found.get("segments", ()):
+        if isinstance(item, dict):
+            item["meta"] = dict(item["meta"])
+    assert found == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[", "[]", "1", "{", '{"a"}', '{"a":}', '{"a":1,}', '{"a":1,"a":2}', '{"segments":[1,]}', '{"segments":[}',
+     '{"segments":[1 2]}', '{"a":NaN}', '{"a":1e999}', '{"a":1}x', "{1:2}", '{"a":' + "[" * 200_000, '{"a":"'],
+)  # fmt: skip
+def test_other_texts_are_format_errors(text: str) -> None:
+    with pytest.raises(FormatError):
+        parse_description(text)
