@@ -41,6 +41,7 @@ from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.expiry import expired
 from hsx_dist.reading.follow import Follower
 from hsx_dist.reading.garbage import unproven
+from hsx_dist.reading.map_dataset import HiddenStatesMapDataset
 from hsx_dist.reading.retention import Retention, used_by_all
 from hsx_dist.reading.statistics import compute_statistics
 from hsx_dist.reading.status import run_status
@@ -223,6 +224,14 @@ def receipts(rng: random.Random, folder: Path) -> list[Read]:
     else:
         _claims(body, rng)
     store.put("manifest/0001/w/000001.json", [sealed(body)])
+    if rng.random() < 0.2:  # receipts that are read at once, with a member that readers ignore
+        unit = rng.choice(['{"":0}', "[]", '"\u0101"', "999", '{"a":{"b":1}}'])
+        many = ",".join([unit] * ((1 << rng.choice([10, 16, 22])) // len(unit.encode())))
+        for i in range(6):
+            text = json.dumps({**body, "writer": f"z{i}"}, separators=(",", ":"))
+            store.put(f"manifest/0001/z{i}/000001.json", [sealed(f'{text[:-1]},"x":[{many}]}}')])
+            if rng.random() < 0.2:
+                os.truncate(folder / f"manifest/0001/z{i}/000001.json", 99_999_999)
     return readers_of(store)
 
 
@@ -387,6 +396,25 @@ def columns(rng: random.Random, folder: Path) -> list[Read]:
     ]
 
 
+def chunks(rng: random.Random, folder: Path) -> list[Read]:
+    """Samples of which a data set reads one token, each one chunk of zeros."""
+    store = LocalStore(folder)
+    width = 1 << rng.randrange(4, 20)
+    tokens = 1 << rng.randrange(max(26 - width.bit_length(), 1))
+    zeros = np.zeros((tokens, 1, width), np.uint16)
+    made = [RandomSample(f"k{i}", zeros, np.arange(tokens), (3,), "bfloat16", tokens) for i in range(20)]
+    store_run(store, made, per_part=rng.choice([1, 20]), codec=resolve_codec(rng.choice(["zstd", "split"])))
+    crop = rng.choice(["start", "end", "random"])
+    options: Any = {"max_tokens": rng.choice([1, tokens]), "crop": crop, "framework": "numpy"}
+    data = partial(HiddenStatesDataset, store.url, prefetch_bytes=1 << rng.randrange(27), **options)
+    return [
+        lambda: [None for _ in data()],
+        lambda: HiddenStatesMapDataset(store.url, **{**options, "max_tokens": 1}).__getitems__(range(20)),
+        lambda: list(islice(data(follow=True, follow_options={"stalled_seconds": 0}), 2)),
+        lambda: list(islice(TokenBatches(data(), 4), 3)),
+    ]
+
+
 # -- inputs ----------------------------------------------------------------------------------------------------------
 
 
@@ -506,6 +534,7 @@ KINDS: dict[str, Callable[[random.Random, Path], list[Read]]] = {
     "part headers": part_headers,
     "segments that are not there": many_segments,
     "columns": columns,
+    "chunks": chunks,
     "compressed lines": compressed_lines,
     "tables": tables,
     "Arrow claims": arrow_claims,
