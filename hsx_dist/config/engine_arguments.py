@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hsx_dist.config.secrets import hide_secrets
-
 #: Arguments of ``EngineArgs`` that change speed, memory, placement or logs, and at most the rounding of a state.
 SPEED_ONLY = frozenset({
     # logs and metrics
@@ -44,5 +42,5 @@ SPEED_ONLY = frozenset({
 
 
 def engine_meaning(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that may change a sample: all except ``SPEED_ONLY``, also unknown ones. No secrets."""
-    return hide_secrets({name: value for name, value in sorted(engine_kwargs.items()) if name not in SPEED_ONLY})
+    """Return the arguments that may change a sample: all except ``SPEED_ONLY``, also unknown ones."""
+    return {name: value for name, value in sorted(engine_kwargs.items()) if name not in SPEED_ONLY}

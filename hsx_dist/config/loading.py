@@ -84,7 +84,7 @@ def parse_storage_options(options: Sequence[str]) -> dict[str, Any]:
     """Return fsspec options from ``key.sub=value`` strings of a command line. Refuses a literal credential."""
     root: dict[str, Any] = {}
     for option in options:
-        _override(root, option)
+        _override(root, option, ("storage_options",))
     return with_environment(root)
 
 
@@ -120,7 +120,8 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where}:{at} expected YAML, got: {problem}; correct the text there") from None
 
 
-def _override(settings: dict[str, Any], override: str) -> None:
+def _override(settings: dict[str, Any], override: str, within: tuple[str, ...] = ()) -> None:
+    """Set ``override``, as ``key.sub=value``, in ``settings``. ``within``: names of the enclosing settings."""
     name, equals, text = override.partition("=")
     path = tuple(name.strip().split("."))
     if not equals or not _NAME.fullmatch(name.strip()):
@@ -128,7 +129,7 @@ def _override(settings: dict[str, Any], override: str) -> None:
         came = repr(name.strip()) if equals and len(name) <= 40 and "://" not in name else "another text"
         raise ConfigError(f"expected an override as key.sub=value, got {came}; write e.g. engine_kwargs.dtype=float32")
     value = text if is_env_reference(text) else _parse(text, name)
-    refuse_on_command_line(value, path)
+    refuse_on_command_line(value, (*within, *path))
     here = settings
     for i, part in enumerate(path[:-1]):
         inner = here.get(part)

@@ -24,6 +24,7 @@ from hsx_dist.config.secrets import (
     HIDDEN,
     check_no_credentials,
     check_place_of_credentials,
+    compared_form,
     hide_options,
     hide_secrets,
     public_url,
@@ -384,7 +385,7 @@ class ExtractConfig(Settings):
             "model": public_url(self.model),
             "revision": self.revision,
             "layers": self.layers,
-            "chat_template_kwargs": hide_secrets(self.chat_template_kwargs),
+            "chat_template_kwargs": self.chat_template_kwargs,
             "include_output_tokens": self.include_output_tokens,
             "engine_kwargs": engine_meaning(self.engine_kwargs),
             "input": self.input.meaning(),
@@ -392,8 +393,8 @@ class ExtractConfig(Settings):
         if self.select != "all":
             meaning["select"] = self.select
         if self.include_output_tokens:
-            meaning["sampling_params"] = hide_secrets(self.sampling_params)
-        return meaning
+            meaning["sampling_params"] = self.sampling_params
+        return compared_form(meaning)  # type: ignore[no-any-return]
 
 
 def _public_value(name: str, value: Any) -> Any:

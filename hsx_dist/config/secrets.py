@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -336,6 +337,8 @@ def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[st
         return
     if value is None or isinstance(value, bool) or is_env_reference(value):
         return
+    if isinstance(value, (int, float)) and "storage_options" not in path:
+        return  # sampling_params.thinking_token_budget
     if _odd_endpoint(path[-1] if path else "", value):
         yield path
         return
@@ -370,6 +373,22 @@ def _odd_endpoint(name: str, value: object) -> bool:
     return name == _ENDPOINT_OPTION and isinstance(value, str) and not _is_endpoint(_without_references(value))
 
 
+def compared_form(value: Any, name: str = "", *, within: bool = False) -> Any:
+    """Return a copy of nested settings in which each text that looks like a credential is replaced by a hash.
+
+    Equal values have equal copies, and other values have other copies. The hash has 32 bits, too few to compute a
+    credential from. Numbers stay, because models have settings such as ``num_key_value_heads``.
+    """
+    if isinstance(value, Mapping):
+        within = within or looks_secret(name)
+        return {compared_form(str(k)): compared_form(v, str(k), within=within) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [compared_form(v, name, within=within) for v in value]
+    if isinstance(value, str) and (within or looks_secret(name) or _holds_secret(value)):
+        return f"{HIDDEN} {hashlib.sha256(value.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+    return value
+
+
 def hide_secrets(value: Any, name: str = "", *, within: bool = False) -> Any:
     """Return a copy of nested settings in which values that look like credentials are hidden.
 
@@ -377,10 +396,8 @@ def hide_secrets(value: Any, name: str = "", *, within: bool = False) -> Any:
     """
     if isinstance(value, Mapping):
         within = within or looks_secret(name)
-        return {k: hide_secrets(v, str(k), within=within) for k, v in value.items()}
-    if value is not None and not isinstance(value, bool) and looks_secret(name):
-        return HIDDEN
-    if within and isinstance(value, str):
+        return {public_url(str(k)): hide_secrets(v, str(k), within=within) for k, v in value.items()}
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool) and (within or looks_secret(name)):
         return HIDDEN
     if isinstance(value, (list, tuple)):
         return [hide_secrets(v, name, within=within) for v in value]

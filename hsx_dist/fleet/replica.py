@@ -24,6 +24,7 @@ from hsx_dist.logger import get_logger
 from hsx_dist.models.weights import folder_weights
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.taps.capture_config import additional_config
+from hsx_dist.tokenizers import template_hash, tokenizer_hash
 from hsx_dist.transport.local_end import LocalEnd, register, unregister
 from hsx_dist.transport.page_server import PageServer
 from hsx_dist.transport.shipping import Shipped
@@ -221,18 +222,13 @@ class Replica:
             self._sampling_params({})
         except (TypeError, ValueError, VLLMValidationError) as e:
             raise EngineError(f"sampling_params: expected arguments of vLLM's SamplingParams, got {e}") from e
-        if spec.weights is not None and (found := folder_weights(spec.model)) != spec.weights:
-            raise EngineError(
-                f"model: expected the files of the driver's {spec.model} on {os.uname().nodename}, got "
-                f"{'no folder' if found is None else 'other files'}. Copy one version of the model to all nodes"
-            )
+        tokenizer = _same_files(spec)
         key = self._server.key if self._server is not None else None
         llm = LLM(**engine_arguments(spec, self._transport, self._address, self._name, authkey=key))
         self._engine = llm.llm_engine
         if self._core_here and not self._in_process:
             # vLLM names these actors, with a random id that cannot be set.
             log.info("its ranks' actors are vllm_Worker_%s_TP0, …", self._engine.vllm_config.instance_id)
-        tokenizer = load_tokenizer(spec.model, revision=spec.revision, engine_kwargs=spec.engine_kwargs)
         # The engine's limit: the model's configuration alone does not determine it.
         longest = min(spec.max_tokens, llm.model_config.max_model_len - 1)
         self._encoder = RowEncoder(
@@ -342,6 +338,23 @@ class Replica:
             unanswered, self._unanswered = self._unanswered, {}
         for running in unanswered.values():
             running.future.set_exception(self._died())
+
+
+def _same_files(spec: EngineSpec) -> Any:
+    """Load the tokenizer. Raises ``EngineError`` unless the model's files here are those on the driver's machine."""
+    for folder, expected in spec.files.items():
+        if (found := folder_weights(folder)) != expected:
+            raise EngineError(
+                f"model: expected the files of the driver's {folder} on {os.uname().nodename}, got "
+                f"{'no folder' if found is None else 'other files'}. Copy one version of the model to all nodes"
+            )
+    tokenizer = load_tokenizer(spec.model, revision=spec.revision, engine_kwargs=spec.engine_kwargs)
+    if spec.tokenizer not in (None, (tokenizer_hash(tokenizer), template_hash(tokenizer))):
+        raise EngineError(
+            f"model: expected the driver's tokenizer and chat template of {spec.model} on {os.uname().nodename}, got "
+            "others. Copy one version of the model to all nodes"
+        )
+    return tokenizer
 
 
 def row_seed(run: str, key: str) -> int:

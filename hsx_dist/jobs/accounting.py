@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from hsx_dist.errors import Fenced, HsxError
+from hsx_dist.errors import Fenced, HsxError, RunMismatch
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.inputs.rows import Row
 from hsx_dist.observe.console import Console
 
 #: Reads the input from its beginning.
 Rows = Callable[[], Iterator[Row | RowFate]]
+
+
+def same_rows(rows: Rows) -> Rows:
+    """Return ``rows``, which raises ``RunMismatch`` at the end of a pass that had other keys than an earlier pass.
+
+    The driver counts the rows in one pass, and computes them in another. If a file was removed in between, the driver
+    would mark the run as complete without the file's rows.
+    """
+    first: list[tuple[int, bytes]] = []
+
+    def read() -> Iterator[Row | RowFate]:
+        total, keys = 0, hashlib.blake2b(digest_size=16)
+        for row in rows():
+            total += 1
+            keys.update(f"{row.key}\0".encode("utf-8", "surrogatepass"))
+            yield row
+        first.append((total, keys.digest()))
+        if first[0] != first[-1]:
+            raise RunMismatch(
+                f"expected the {first[0][0]} rows that an earlier pass over the input found, got {total} rows or other "
+                "keys: the input changed while the run read it. Start the same command again"
+            )
+
+    return read
 
 
 def accounted(row: Row | RowFate, manifest: Manifest, *, retry_poison: bool = False) -> bool:
@@ -49,10 +74,11 @@ def telling_what_is_missing(rows: Rows, manifest: Manifest, console: Console) ->
     except HsxError as e:
         first: list[str] = []
         missing = 0
-        for row in remaining(rows, manifest):
-            missing += 1
-            if len(first) < 5:
-                first.append(row.key)
+        with suppress(RunMismatch):  # other rows than before: ``e`` is this error, or the next start finds it
+            for row in remaining(rows, manifest):
+                missing += 1
+                if len(first) < 5:
+                    first.append(row.key)
         some = ", ".join(first) + (", …" if missing > 5 else "")
         console.print(
             f"ended by {type(e).__name__}: {missing} rows are not stored ({some}); samples with a receipt stay, and "

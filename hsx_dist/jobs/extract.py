@@ -25,7 +25,7 @@ from hsx_dist.format.runs import (
 from hsx_dist.inputs.encode import RowRules
 from hsx_dist.inputs.rows import read_rows, rows_from
 from hsx_dist.jobs import preflight
-from hsx_dist.jobs.accounting import Rows, remaining, telling_what_is_missing
+from hsx_dist.jobs.accounting import Rows, remaining, same_rows, telling_what_is_missing
 from hsx_dist.jobs.attempt import begin_attempt, complete, open_or_start_run, take_over, unless_removed
 from hsx_dist.jobs.capture import capture_of_run
 from hsx_dist.jobs.connect import connect_ray
@@ -124,6 +124,8 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     if config.select != "all":
         console.print(f"note: {preflight.partial_note(config.select)}", soft_wrap=True)
     console.print(f"model {public_url(config.model)}: {preflight.captured_note(model)}", soft_wrap=True)
+
+    rows = same_rows(rows)
 
     def compute(heartbeat: Heartbeat, *rest: Any) -> tuple[str, Progress]:
         return _compute(config, place, model, versions, rows, console, heartbeat, *rest)
@@ -277,7 +279,8 @@ def engine_spec(config: ExtractConfig, model: preflight.Model, *, seed: str = ""
         in_flight_bytes=int(config.in_flight_bytes),
         rules=RowRules.of(config),
         seed=seed,
-        weights=model.weights,
+        files=model.files,
+        tokenizer=(model.tokenizer_sha256, model.chat_template_sha256),
     )
 
 

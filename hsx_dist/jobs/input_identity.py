@@ -34,7 +34,7 @@ def count_rows(place: Place, rows: Rows, manifest: Manifest, *, retry_poison: bo
         todo += not accounted(row, manifest, retry_poison=retry_poison)
         if (content := manifest.content_of(row.key)) is not None:
             stored = True
-            _require_content(place, row, content or first.get(row.key))
+            _require_content(place, row, content, first.get(row.key))
     if not stored:
         raise RunMismatch(
             f"{place.root.url}: expected the input of the stored samples, got none of their rows (such as "
@@ -43,8 +43,15 @@ def count_rows(place: Place, rows: Rows, manifest: Manifest, *, retry_poison: bo
     return total, todo
 
 
-def _require_content(place: Place, row: Row | RowFate, content: str | None) -> None:
-    if isinstance(row, Row) and content and row.content != content:
+def _require_content(place: Place, row: Row | RowFate, content: str, old_content: str | None) -> None:
+    if isinstance(row, RowFate):
+        if content:  # earlier versions accepted some rows that this version refuses
+            raise RunMismatch(
+                f"{place.root.url}: expected the input of the stored samples, got row {row.row} ({row.key!r}), which "
+                f"is refused now: {row.reason}. Choose another output, or the same input"
+            )
+        return
+    if (row.content != content) if content else (old_content is not None and row.old_content != old_content):
         raise RunMismatch(
             f"{place.root.url}: expected the input of the stored samples, got other content in row {row.row} "
             f"({row.key!r}). Choose another output, or the same input"

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hsx_dist.config import ExtractConfig
+from hsx_dist.config import ExtractConfig, public_url
 from hsx_dist.config.engine_arguments import engine_meaning
+from hsx_dist.config.secrets import HIDDEN
+from hsx_dist.errors import ConfigError
+from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.jobs.capture import capture_of_run
 from hsx_dist.jobs.preflight import Model
 
-_COMMIT = re.compile("[0-9a-f]{40}")
+_NOT_SET = "(not set)"
+#: Members that earlier versions did not record.
+_NEW = ("weights", "tokenizer_files", "codec")
 
 
 def run_meaning(config: ExtractConfig, model: Model) -> dict[str, Any]:
-    """Return the member ``meaning`` of ``run.json``. ``config``: with the model's commit as ``revision``."""
+    """Return the member ``meaning`` of ``run.json``. ``config``: with the model's commit as ``revision``.
+
+    Raises:
+        ConfigError: JSON cannot hold a setting.
+    """
     capture = capture_of_run(config, model.rows)
-    return {
+    tokenizer = [found for path, found in model.files.items() if path != model.path]
+    meaning = {
         **config.meaning(),
         "layers": list(model.layers),
         **({} if capture is None else {"source": "taps", "capture": capture}),
-        **({} if model.weights is None else {"weights": model.weights}),
+        "weights": model.weights,
+        **({"tokenizer_files": tokenizer[0]} if tokenizer else {}),
+        **({"codec": config.codec} if resolve_codec(config.codec).lossy else {}),
         "tokenizer_sha256": model.tokenizer_sha256,
         "chat_template_sha256": model.chat_template_sha256,
     }
+    try:
+        return dict(json.loads(json.dumps(meaning)))  # as a resume reads it: names that are numbers become text
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ConfigError(f"expected settings that JSON can hold, got others: {e}. Change them") from e
 
 
 def differences(
@@ -38,15 +54,14 @@ def differences(
         revision: as the user wrote it.
     """
     before, now = dict(info.get("meaning") or {}), dict(meaning)
-    # Earlier versions recorded the revision as written, no weights, and fewer engine arguments.
-    if not _COMMIT.fullmatch(str(before.get("revision"))):
+    if old := "weights" not in before:
+        # Earlier versions recorded the revision as written and fewer engine arguments, and hid more values.
+        now = {name: value for name, value in now.items() if name not in _NEW}
         now["revision"] = revision
-    if "weights" not in before:
-        now.pop("weights", None)
-    used = {**_engine_kwargs(info.get("settings")), **_engine_kwargs(before)}
-    if used:
-        before["engine_kwargs"] = engine_meaning(used)
-    return _differences(before, now)
+        used = {**_engine_kwargs(info.get("settings")), **_engine_kwargs(before)}
+        if used:
+            before["engine_kwargs"] = engine_meaning(used)
+    return list(_differences(before, now, old))
 
 
 def _engine_kwargs(settings: Any) -> Mapping[str, Any]:
@@ -54,12 +69,19 @@ def _engine_kwargs(settings: Any) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> list[tuple[str, Any, Any]]:
-    found: list[tuple[str, Any, Any]] = []
-    for name in sorted({*before, *now}):
-        had, has = before.get(name), now.get(name)
-        if isinstance(had, Mapping) and isinstance(has, Mapping):
-            found += _differences(had, has, f"{within}{name}.")
-        elif had != has:
-            found.append((f"{within}{name}", had, has))
-    return found
+def _differences(had: Any, has: Any, old: bool, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(had, Mapping) and isinstance(has, Mapping):
+        unset = _NOT_SET if "." in name else None  # hf_overrides: {sliding_window: null} is a change
+        for member in sorted({*had, *has}):
+            inner = f"{name}.{member}" if name else member
+            yield from _differences(had.get(member, unset), has.get(member, unset), old, inner)
+    elif isinstance(had, list) and isinstance(has, list) and len(had) == len(has):
+        for i, (one, other) in enumerate(zip(had, has, strict=True)):
+            yield from _differences(one, other, old, f"{name}[{i}]")
+    elif had != has and not (old and _was_hidden(had, has)):
+        yield name, had, has
+
+
+def _was_hidden(had: Any, has: Any) -> bool:
+    """Whether an earlier version stored ``had`` for the setting ``has``: hidden, or a text cut after its URL."""
+    return had == HIDDEN or (isinstance(has, str) and (has.startswith(HIDDEN) or public_url(has) == had))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,14 @@ class Model:
     tokenizer_sha256: str
     #: SHA-256 of the template that renders chats. None if there is none.
     chat_template_sha256: str | None = None
-    #: ``models.weights.folder_weights`` of a folder. None for a model of the hub: its revision is a commit.
-    weights: str | None = None
+    #: Hash (``models.weights.folder_weights``) of the model's folder and of another folder of the tokenizer, by path. A
+    #: model of the hub has none: its revision is a commit.
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> str | None:
+        """Hash of the model's folder. None for a model of the hub."""
+        return self.files.get(self.path)
 
     @property
     def itemsize(self) -> int:
@@ -144,7 +150,7 @@ def examine_model(config: ExtractConfig) -> Model:
         max_tokens=limit - 1,  # vLLM refuses a prompt of max_model_len: there would be no room for an answer
         tokenizer_sha256=tokenizer_hash(tokenizer),
         chat_template_sha256=template_hash(tokenizer),
-        weights=folder_weights(path),
+        files={p: found for p in (path, str(config.engine_kwargs.get("tokenizer"))) if (found := folder_weights(p))},
     )
     ranks = whole_number(config, "tensor_parallel_size", 1)
     block = whole_number(config, "block_size", BLOCK_TOKENS) * column_bytes(rows, ranks)

@@ -22,14 +22,19 @@ from hsx_dist.format.json_objects import (
     shown,
     text,
 )
+from hsx_dist.logger import get_logger
 from hsx_dist.model_parts.config_numbers import count, positive
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
+from hsx_dist.models.weights import folder_weights
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample
+
+log = get_logger(__name__)
 
 #: An id of the Hugging Face hub, ``name`` or ``org/name``. Matches no path and no URL.
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,127}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = ".safetensors"
 #: Limit of ``config.json`` and of the weights' index, which has an entry for each expert of a mixture.
 _JSON_BYTES, _JSON_VALUES = 64 << 20, 1_000_000
@@ -51,7 +56,7 @@ class ModelFiles:
 
     Attributes:
         model: the model's name, as given by ``model`` or the run.
-        revision: the revision of a hub's model, if the run names it.
+        revision: the commit of a hub's model. Of a folder, the hash of its files (``models.weights.folder_weights``).
         config: the language model's configuration. Members of ``text_config``, if any, override the others.
 
     Args:
@@ -74,6 +79,11 @@ class ModelFiles:
         self.config |= self.config.get("text_config") or {}
         check_members(self.config, members, str(path))
         self._files: dict[str, str] | None = None
+        if not self._from_hub:
+            self.revision = folder_weights(str(self._folder))
+            stored = None if run is None else _meaning(run).get("weights")
+            if stored not in (None, self.revision):
+                log.warning("%s: its files differ from those of the model of %s", self.model, run and run.url)
 
     def tensor(self, shape: tuple[int | None, ...], *names: str) -> Any:
         """Load the first of the named tensors that the model has, to the CPU, in the file's dtype.
@@ -167,7 +177,10 @@ class ModelFiles:
 
     def _hub(self, model: str, revision: str | None) -> Path:
         self.model, self.revision, self._from_hub = model, revision, True
-        return self._download("*.json")
+        folder = self._download("*.json")
+        if _COMMIT.fullmatch(folder.name):  # the weights are loaded later, and a branch may move
+            self.revision = folder.name
+        return folder
 
     def _download(self, pattern: str) -> Path:
         try:

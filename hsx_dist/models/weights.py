@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
 from hsx_dist.errors import ConfigError
 
-#: Weights, and the code that ``trust_remote_code`` runs.
-_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py")
-_RULES = ("config.json", "hf_quant_config.json", "quantize_config.json")
+#: Weights, the code that ``trust_remote_code`` runs, and configurations. Others, such as a trainer's state, may change.
+_FILE = re.compile(
+    r".*\.(safetensors|bin|pt|pth|gguf|py|index\.json)"
+    r"|((hf_)?quant_|quantize_|generation_|tokenizer_|([a-z]+_)*(pre)?processor_)?config\.json"
+    r"|(params|special_tokens_map|added_tokens)\.json"
+)
 _BLOCK, _BLOCKS = 4096, 64
 
 
 def folder_weights(model: str) -> str | None:
-    """Hash the configuration, the code and a sample of the weights in a model's folder.
+    """Hash the configurations, the code and a sample of the weights in a model's folder, without its subfolders.
 
     Of each file, the hash has the name, the size and 64 blocks of 4 KiB at equal distances. Another
     checkpoint of a training differs there. Weights that differ in a single tensor may have the same hash.
@@ -32,7 +36,7 @@ def folder_weights(model: str) -> str | None:
     digest = hashlib.sha256()
     try:
         for path in sorted(folder.iterdir()):
-            if path.name in _RULES or path.suffix in _FILES:
+            if _FILE.fullmatch(path.name) and path.is_file():
                 with path.open("rb") as f:
                     size = f.seek(0, os.SEEK_END)
                     digest.update(f"{path.name!a} {size}\n".encode())

@@ -27,6 +27,11 @@ class Filling:
     began: float = field(default_factory=time.monotonic)
     lost: bool = False
 
+    def drop(self) -> int:
+        """Drop the segment. Returns the freed bytes. A thread that still encodes a page frees none again."""
+        freed, self.nbytes, self.lost = self.nbytes, 0, True
+        return freed
+
 
 @dataclass(slots=True)
 class OpenPart:

@@ -235,7 +235,7 @@ class PartSink:
             filling = self._filling.get(key)
             if filling is None or filling.source != segment.source:
                 if filling is not None:
-                    self._held -= filling.nbytes
+                    self._held -= filling.drop()
                 filling = Filling(
                     SegmentEncoder(self._opt.codec, self._blocks.take, alone=self._opt.layout == "sample"),
                     segment.source,
@@ -324,7 +324,7 @@ class PartSink:
                 if self._opt.attempt and self._served - filling.touched >= self._opt.stale_seconds:
                     # Its engine died, and another engine recomputed its row.
                     del self._filling[key]
-                    self._held -= filling.nbytes
+                    self._held -= filling.drop()
                     self._lock.notify_all()
 
     def _store_part(self, part: OpenPart, number: int) -> None:

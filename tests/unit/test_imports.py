@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "format": {"errors", "page", "config", "store"},
     "reading": {"errors", "layers", "memory", "page", "store", "format", "logger", "text"},
     "models": {"errors"},
-    "model_parts": {"errors", "isa", "models", "page", "format", "reading"},
+    "model_parts": {"errors", "isa", "logger", "models", "page", "format", "reading"},
     "exporting": {"errors", "model_parts", "page", "layers", "format", "reading"},
     "ray_arguments": {"config", "errors"},
     "ray": {"errors", "reading", "exporting", "ray_arguments"},
@@ -79,7 +79,7 @@ ALLOWED: dict[str, set[str]] = {
             "format",
             "logger",
         ),
-        *("writers", "transport", "inputs", "models", "observe", "ray_arguments", "taps"),
+        *("writers", "transport", "inputs", "models", "observe", "ray_arguments", "taps", "tokenizers"),
     },
     "jobs": {
         *("inputs", "fleet", "ray_arguments", "taps"),

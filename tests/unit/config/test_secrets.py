@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from hsx_dist.config import ExtractConfig, load_config, looks_secret, public_url
+from hsx_dist.config import ExtractConfig, load_config, looks_secret, parse_storage_options, public_url
 from hsx_dist.config.secrets import (
     check_endpoint,
     check_no_credentials,
     check_place_of_credentials,
     check_url,
+    compared_form,
     has_credentials,
     hide_options,
     hide_secrets,
@@ -380,10 +381,10 @@ def test_a_reference_to_the_environment_is_no_credential() -> None:
         assert list(secret_paths(url)) == [()]
 
 
-def test_a_mapping_of_a_secret_name_shows_no_text() -> None:
+def test_a_mapping_of_a_secret_name_shows_no_text_and_no_number() -> None:
     shown = hide_secrets({"auth": {"user": SECRET, "level": 3, "more": [{"x": SECRET}]}, "other": {"user": "shown"}})
     assert shown == {
-        "auth": {"user": "(not shown)", "level": 3, "more": [{"x": "(not shown)"}]},
+        "auth": {"user": "(not shown)", "level": "(not shown)", "more": [{"x": "(not shown)"}]},
         "other": {"user": "shown"},
     }
 
@@ -485,3 +486,15 @@ def test_time_grows_with_the_length_of_a_text_and_not_its_square(call: Callable[
     for first in ("s3://", "http://h:/"):
         for repeated in REPEATED:
             check_linear(partial(make, first, repeated), 1 << 13, (first, repeated))
+
+
+def test_numbers_are_credentials_only_among_storage_options() -> None:
+    assert not list(secret_paths({"sampling_params": {"thinking_token_budget": 16}}))
+    assert list(secret_paths({"store": {"storage_options": {"password": 12345678}}}))
+    with pytest.raises(ConfigError, match=r"storage_options\.password: expected no credential"):
+        parse_storage_options(["password=12345678"])
+
+
+def test_names_of_settings_show_no_credentials() -> None:
+    hidden = {"additional_config": {f"https://user:{SECRET}@host/x": 1}}
+    assert SECRET not in json.dumps([hide_secrets(hidden), compared_form(hidden)])

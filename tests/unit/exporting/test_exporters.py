@@ -340,7 +340,7 @@ def test_a_model_without_safetensors_is_refused_and_its_pickle_not_read(
     for name in weights:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: weights[name]}}))
         with pytest.raises(ConfigError, match="expected safetensors files next to it"):
-            export_run(run, "topk-logprobs", tmp_path / "b", options)
+            export_run(run, "topk-logprobs", tmp_path / name, options)
 
 
 @pytest.mark.parametrize(
@@ -465,6 +465,27 @@ def test_an_export_that_was_stopped_before_its_first_file_goes_on(
     assert not list(tmp_path.rglob(".new-*"))
     with pytest.raises(ConfigError, match="layers"):
         export_run(run, "vllm", tmp_path, ExportOptions(aux_layers=(2,)))
+
+
+@pytest.mark.parametrize("to", ["modelopt", "topk-logprobs"])
+def test_shards_of_an_export_use_one_version_of_the_model(to: str, run: Run, model: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model[0], folder)
+    options = ExportOptions(aux_layers=(2, 4), model=str(folder))
+    export_run(run, to, tmp_path / "out", options, shard=0, shards=2)
+    [weights] = folder.glob("*.safetensors")
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    with pytest.raises(ConfigError, match="got an export with other"):
+        export_run(run, to, tmp_path / "out", options, shard=1, shards=2)
+
+
+def test_a_model_that_differs_from_the_runs_is_logged(model: Any, tmp_path: Path, caplog: Any) -> None:
+    store = open_store(str(tmp_path / "run"))
+    store_run(store, SAMPLES, info={"meaning": {"weights": "0" * 64}})
+    ModelEnd(open_run(store.url), str(model[0]))
+    assert "its files differ from those of the model of" in caplog.text
 
 
 def test_a_finished_export_has_no_half_files_that_a_trainer_would_read(run: Run, tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from hsx_dist.errors import RunMismatch
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
 from hsx_dist.inputs.rows import Row
-from hsx_dist.jobs.accounting import accounted, remaining
+from hsx_dist.jobs.accounting import accounted, remaining, same_rows
 from hsx_dist.page import Segment
 
 HASH = "0" * 16
@@ -25,6 +28,19 @@ def row(key: str, number: int, text: str) -> Row:
 
 def refused(r: Row) -> RowFate:
     return RowFate(r.key, r.row, "refused", "too long", 0, r.content)
+
+
+def test_an_input_that_changes_between_two_passes_is_refused():
+    """The driver would mark a run as complete without the rows that it never read."""
+    files = [row(key, i, "text") for i, key in enumerate("abcd")]
+    read = same_rows(lambda: iter(files))
+    assert list(read()) == list(read()) == files
+    for changed in (files[:2], files[::-1], [*files, row("e", 4, "text")], [*files[:3], row("x", 3, "text")]):
+        now = iter([files, changed])
+        read = same_rows(lambda now=now: iter(next(now)))
+        list(read())
+        with pytest.raises(RunMismatch, match="expected the 4 rows that an earlier pass"):
+            list(read())
 
 
 def test_a_refused_row_is_done_until_it_is_corrected():

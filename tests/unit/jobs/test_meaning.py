@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from hsx_dist.config import ExtractConfig, load_config
 from hsx_dist.config.engine_arguments import SPEED_ONLY
+from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.errors import ConfigError, EngineError, RunMismatch
 from hsx_dist.fleet.replica import Replica
 from hsx_dist.format.identity import is_of_another
@@ -77,6 +79,58 @@ def test_an_engine_argument_that_may_change_samples_is_compared(argument: dict[s
     assert differences(old, without.meaning(), None)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"system": "See https://a.org/x. Questions? Be brief."}, {"system": "See https://a.org/x. Questions? Swear."}),
+        ({"bos_token": "<a>"}, {"bos_token": "<b>"}),
+        ({"persona_key": ["kind"]}, {"persona_key": ["rude"]}),
+        ({"key_multiplier": 0.5}, {"key_multiplier": 0.25}),
+        ({"x": {"num_key_value_heads": 8}}, {"x": {"num_key_value_heads": 4}}),
+        ({"url": "https://user:SECRET1@host/x"}, {"url": "https://user:SECRET2@host/x"}),
+        ({"x": {"sliding_window": None}}, {"x": {}}),
+    ],
+)
+def test_hidden_values_are_compared(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for given in ({"chat_template_kwargs": one}, {"engine_kwargs": {"hf_overrides": one}}):
+        [name] = given
+        changed = other if name == "chat_template_kwargs" else {"hf_overrides": other}
+        before, now = config("m", **given), config("m", **{name: changed})
+        stored = json.loads(json.dumps({"meaning": {**before.meaning(), "weights": None}, "settings": before.public()}))
+        assert "SECRET" not in json.dumps(stored)
+        assert not differences(stored, {**before.meaning(), "weights": None}, None)
+        assert differences(stored, {**now.meaning(), "weights": None}, None)
+        # An earlier version hid the values.
+        old = {"meaning": hide_secrets(before.meaning()) | {name: hide_secrets(given[name])}}
+        assert not differences(old, before.meaning(), None)
+
+
+def test_names_that_are_numbers_resume(tmp_path: Path) -> None:
+    store, model = MemoryStore(), tiny_llama(tmp_path / "model")
+    settings = {"engine_kwargs": {"hf_overrides": {"id2label": {0: "a", 1: "b"}}}}
+    resume(store, config(model, **settings))
+    resume(store, config(model, **settings))
+
+
+def test_a_run_becomes_neither_lossy_nor_lossless(tmp_path: Path) -> None:
+    store, model = MemoryStore(), tiny_llama(tmp_path / "model")
+    resume(store, config(model, codec="split"))
+    resume(store, config(model, codec="zstd"))
+    with pytest.raises(RunMismatch, match="codec='fp8-token'"):
+        resume(store, config(model, codec="fp8-token"))
+
+
+def test_a_replica_compares_its_tokenizer_and_template(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model")
+    facts = examine_model(config(model))
+    replica = Replica.__new__(Replica)
+    replica._spec = replace(engine_spec(config(model), facts), files={})
+    template = model / "chat_template.jinja"
+    template.write_text("other" + template.read_text())
+    with pytest.raises(EngineError, match="expected the driver's tokenizer and chat template"):
+        replica._start()
+
+
 def test_a_folder_with_other_weights_is_refused_at_resume_and_on_another_node(tmp_path: Path) -> None:
     """A training writes its next checkpoint to the same path: the same names, sizes and headers."""
     store, model = MemoryStore(), tiny_llama(tmp_path / "model", seed=0)
@@ -115,7 +169,7 @@ def test_a_branch_that_moved_is_refused_and_its_commit_resumes(tmp_path: Path, m
     move(COMMITS[0])
     info = resume(store, config("org/name"))
     assert info["meaning"]["revision"] == COMMITS[0]
-    assert "weights" not in info["meaning"]
+    assert info["meaning"]["weights"] is None
     assert info["settings"]["revision"] is None
     pinned = pin_revision(config("org/name"))
     assert engine_spec(pinned, examine_model(pinned)).revision == COMMITS[0]
@@ -126,7 +180,7 @@ def test_a_branch_that_moved_is_refused_and_its_commit_resumes(tmp_path: Path, m
     # An earlier version recorded the revision as written.
     for written, fine in ((None, True), ("main", False)):
         old = MemoryStore()
-        start_run(old, {"meaning": {**info["meaning"], "revision": None}})
+        start_run(old, {"meaning": {k: v for k, v in info["meaning"].items() if k != "weights"} | {"revision": None}})
         if fine:
             resume(old, config("org/name", revision=written))
         else:
@@ -134,7 +188,9 @@ def test_a_branch_that_moved_is_refused_and_its_commit_resumes(tmp_path: Path, m
                 resume(old, config("org/name", revision=written))
 
 
-def test_the_hash_of_a_folder_is_of_configuration_code_and_weights(tmp_path: Path) -> None:
+def test_the_hash_of_a_folder_is_of_configuration_code_and_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def put(name: str, data: bytes) -> str:
         (tmp_path / name).write_bytes(data)
         return str(folder_weights(str(tmp_path)))
@@ -144,12 +200,15 @@ def test_the_hash_of_a_folder_is_of_configuration_code_and_weights(tmp_path: Pat
     for place in (0, 3000, len(big) - 1):
         big[place] = 1
         seen.append(put("a.safetensors", bytes(big)))
+    seen += [put(f"{name}.json", b"{}") for name in ("params", "tokenizer_config", "preprocessor_config", "m.index")]
     seen += [put("a.safetensors", bytes(big) + b"\0"), put("config.json", json.dumps({"rope_theta": 1}).encode())]
     assert len(set(seen)) == len(seen)
     assert put("README.md", b"x") == put("trainer_state.json", b"{}") == seen[-1]
     assert folder_weights("org/name") is None
-    (tmp_path / "c.safetensors").symlink_to("nowhere")
-    with pytest.raises(ConfigError, match=r"c\.safetensors: expected a readable file of the model"):
+    (tmp_path / "optimizer.pt").mkdir()
+    assert folder_weights(str(tmp_path)) == seen[-1]
+    monkeypatch.setattr(Path, "open", lambda *_, **__: open("/nowhere", "rb"))  # noqa: PTH123, SIM115
+    with pytest.raises(ConfigError, match="expected a readable file of the model"):
         folder_weights(str(tmp_path))
 
 
