@@ -53,6 +53,21 @@ def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
     return text
 
 
+def is_deeper(value: Any, max_depth: int) -> bool:
+    """Whether ``value``, which consists of JSON types, is nested deeper than ``max_depth``. Does not recurse."""
+    level = [value]
+    for _ in range(max_depth + 1):
+        level = [
+            below
+            for item in level
+            if isinstance(item, list | tuple | dict)
+            for below in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return False
+    return True
+
+
 @lru_cache(maxsize=64)
 def _kind(of: type) -> type:
     """Return the JSON type that values of a class are encoded as: str, list, dict or int. ``object`` for all others."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,10 @@ from hsx_dist.connector.connector_config import ConnectorConfig
 from hsx_dist.connector.failure_markers import used_before
 from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.request_identity import inputs_of, request_hash, too_long
-from hsx_dist.connector.request_params import OURS, PARAMS, RequestParams, own_id, read_request_params
+from hsx_dist.connector.request_params import OURS, RequestParams, own_id, read_request_params
 from hsx_dist.connector.step import Expect, Save, Skip
 from hsx_dist.connector.token_selection import Chosen, choose
+from hsx_dist.connector.worker_params import withhold_from_workers
 from hsx_dist.format.identity import IDENTITY, identity_hash
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES, object_name, token_hash
@@ -100,7 +100,6 @@ class SchedulerHalf:
         """Admit a request when vLLM queues it. Idempotent, although no known vLLM release calls it twice."""
         if request.request_id not in self._known:
             self._known[request.request_id] = self._admitted(request)
-            _withhold_params(request)
 
     def _admitted(self, request: Request) -> _KnownRequest:
         """Read a request's parameters. On an error nothing is stored for it; an exception would end the engine."""
@@ -370,6 +369,7 @@ class SchedulerHalf:
     # -- a step --------------------------------------------------------------------------------------------------
 
     def build_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        withhold_from_workers(scheduler_output)
         meta, self._next = self._next, StepMetadata()
         meta.idle = scheduler_output.total_num_scheduled_tokens == 0
         # Only objects of single samples have lock files, which must exist before the answer. A resumed request may be
@@ -420,19 +420,6 @@ class SchedulerHalf:
                 ", ".join(left[:5]),
                 "…" if len(left) > 5 else "",
             )
-
-
-def _withhold_params(request: Request) -> None:
-    """Keep ``kv_transfer_params`` in this process.
-
-    vLLM pickles a new request's sampling parameters for its worker processes, within the engine's step. Values that are
-    nested too deeply raise there and end the engine. No worker reads them. ``request.kv_transfer_params`` stays.
-    """
-    params = request.sampling_params
-    if params is not None and PARAMS in (params.extra_args or {}):
-        own = copy.copy(params)  # the n choices of a prompt share one object, and other choices must still be read
-        own.extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != PARAMS}
-        request.sampling_params = own
 
 
 def _refused(options: RequestParams, why: str) -> _KnownRequest:

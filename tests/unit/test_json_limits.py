@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hsx_dist.json_limits import json_text
+from hsx_dist.json_limits import is_deeper, json_text
 
 FITTING = [
     {}, [], "", "abc", 5, -1, 8, 64, 123456789, 10**30, 0.5, None, True,
@@ -84,3 +84,9 @@ def test_subclasses_of_json_types_are_measured_like_their_types():
     assert json_text(value, max_bytes=len(text), max_depth=2) == text == '{"a": [true, 1, "b"]}'
     with pytest.raises(ValueError, match="nested"):
         json_text(value, max_bytes=len(text), max_depth=1)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 7, 8, 9, 600, 100_000])
+def test_depth_alone_is_found_without_recursion(depth):
+    assert is_deeper(nested(depth), 8) == (depth > 8)
+    assert is_deeper([0, {"a": ()}, nested(depth)], 9) == (depth > 8)

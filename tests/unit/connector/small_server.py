@@ -113,7 +113,9 @@ class SmallServer:
         meta = self.scheduler.build_meta(
             SimpleNamespace(
                 total_num_scheduled_tokens=len(new),
-                scheduled_new_reqs=[SimpleNamespace(req_id=r.request_id) for r in new],
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=r.request_id, sampling_params=r.sampling_params) for r in new
+                ],
             )
         )
         self._worker.begin(meta)

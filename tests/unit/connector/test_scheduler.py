@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request, RequestStatus
 
 from hsx_dist.connector import request_identity
@@ -66,7 +67,8 @@ def meta(scheduler: SchedulerHalf, *new: Request):
     """Run one step, in which ``new`` are scheduled for the first time."""
     return scheduler.build_meta(
         SimpleNamespace(
-            total_num_scheduled_tokens=0, scheduled_new_reqs=[SimpleNamespace(req_id=r.request_id) for r in new]
+            total_num_scheduled_tokens=0,
+            scheduled_new_reqs=[SimpleNamespace(req_id=r.request_id, sampling_params=r.sampling_params) for r in new],
         )
     )
 
@@ -507,23 +509,26 @@ def test_metadata_of_any_depth_travels_as_text_and_harms_no_other_request_of_its
     assert "metadata" not in told.saves[1].meta
 
 
-def test_what_vllm_pickles_of_a_request_for_its_workers_has_no_parameters_of_a_client():
-    """Foreign parameters are removed, too. The prompt's other choices share them, and keep theirs."""
-    shared = SamplingParams(
-        max_tokens=8,
-        extra_args={"kv_transfer_params": {"hidden_states_key": "k", "other": nested_in(100_000)}, "mine": 1},
-    )
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params", "a_processors_argument"])
+def test_what_vllm_pickles_of_a_request_for_its_workers_is_never_deep(name):
+    """Parameters of all connectors are removed, too. The prompt's other choices share them, and keep theirs."""
+    extra = {"kv_transfer_params": {"hidden_states_key": "k"}, "ec_transfer_params": {}, "mine": nested_in(64)}
+    shared = SamplingParams(max_tokens=8, extra_args=extra)
+    extra.setdefault(name, {})["other"] = nested_in(100_000)
     scheduler = half()
     for i in range(2):
         r = Request(f"{i}_cmpl-x-0-1a2b3c4d", [1, 2, 3], shared, None)
         scheduler.new_request(r)
-        pickle.dumps(r.sampling_params)
-        assert r.sampling_params.extra_args == {"mine": 1}
-        assert r.sampling_params.max_tokens == 8
+        new = NewRequestData.from_request(r, block_ids=())
+        scheduler.build_meta(SimpleNamespace(total_num_scheduled_tokens=0, scheduled_new_reqs=[new]))
+        pickle.dumps(new)
+        assert new.sampling_params.extra_args == {"mine": nested_in(64)}
+        assert new.sampling_params.max_tokens == 8
         assert r.kv_transfer_params["hidden_states_key"] == "k"
         r.num_computed_tokens, r.status = 3, RequestStatus.FINISHED_LENGTH_CAPPED
         assert scheduler.request_finished(r, [1])[1]["hidden_states_key"] == ("k-n1" if i else "k")
-    assert shared.extra_args["kv_transfer_params"]
+    assert shared.extra_args is extra
+    assert name in extra
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""Which of a client's JSON values reach the workers.
+
+vLLM pickles the sampling parameters of each new request for its worker processes, within the engine's step. A value
+that is nested too deeply raises there, and that ends the engine with all requests. ``extra_args`` are the only
+parameters of any shape: vLLM checks the depth of schemas, and its other parameters are flat.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import TYPE_CHECKING
+
+from hsx_dist.connector.request_params import PARAMS
+from hsx_dist.json_limits import is_deeper
+from hsx_dist.logger import get_logger
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+log = get_logger(__name__)
+
+#: Parameters of connectors. Only the scheduler reads them, as attributes of the request, where they stay.
+_OF_CONNECTORS = {PARAMS, "ec_transfer_params"}
+#: Levels of another value of ``extra_args``. vLLM allows schemas 64 levels. Pickle raises at about 500 levels.
+MAX_DEPTH = 100
+
+
+def withhold_from_workers(scheduler_output: SchedulerOutput) -> None:
+    """Remove connectors' parameters and values nested deeper than ``MAX_DEPTH`` from a step's new requests."""
+    for new in scheduler_output.scheduled_new_reqs:
+        params = new.sampling_params
+        extra = params.extra_args if params is not None else None
+        if not extra:
+            continue
+        kept = {k: v for k, v in extra.items() if k not in _OF_CONNECTORS and not is_deeper(v, MAX_DEPTH)}
+        if len(kept) == len(extra):
+            continue
+        if extra.keys() - kept.keys() - _OF_CONNECTORS:
+            _warn_once()
+        new.sampling_params = copy.copy(params)  # the request and the prompt's other choices share the object
+        new.sampling_params.extra_args = kept
+
+
+@cache
+def _warn_once() -> None:  # a client may send many such requests
+    log.warning("extra_args nested deeper than %d levels are ignored: pickling them would end the engine", MAX_DEPTH)
