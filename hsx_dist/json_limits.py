@@ -26,18 +26,21 @@ def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
             kind = _kind(type(item))  # type: ignore[arg-type]  # mypy: a type is not hashable
             if kind is int:
                 left -= item.bit_length() * 3 // 10 or 1
+            elif kind is float:
+                left -= len(float.__repr__(item))  # 3 to 24 characters, and slow to encode
             elif kind is object:
-                left -= 1
+                left -= 4  # true, false, null
             else:
                 left -= len(item) + 2 if kind is str else (2 if kind is list else 4) * len(item) or 2
             if left < 0:  # before anything is iterated
                 raise ValueError(f"expected at most {max_bytes} bytes as JSON, got more. Shorten the value")
             if kind is list:
                 below += item
-            elif kind is dict:
-                if len({isinstance(name, str) for name in item}) > 1:  # 1 and "1" would be encoded as the same name
+            elif kind is dict and item:
+                # 1 and "1" would be encoded as the same name. Most dictionaries of a small text have one name.
+                if len(item) > 1 and len({isinstance(name, str) for name in item}) > 1:
                     raise ValueError("expected names that are strings, got others too. Use strings")
-                below += item.keys()
+                below += item
                 below += item.values()
             elif kind is str and not item.isascii():
                 _check_unicode(item)
@@ -70,8 +73,8 @@ def is_deeper(value: Any, max_depth: int) -> bool:
 
 @lru_cache(maxsize=64)
 def _kind(of: type) -> type:
-    """Return the JSON type that values of a class are encoded as: str, list, dict or int. ``object`` for all others."""
-    kinds = {str: str, list: list, tuple: list, Mapping: dict, int: int}
+    """Return the JSON type that values of a class are encoded as: str, list, dict, int or float; else ``object``."""
+    kinds = {str: str, list: list, tuple: list, Mapping: dict, bool: object, int: int, float: float}
     return next((kind for base, kind in kinds.items() if issubclass(of, base)), object)
 
 
