@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from hsx_dist.connector.connector_config import ConnectorConfig
-from hsx_dist.connector.failure_markers import ENOUGH_FAILED, Markers
+from hsx_dist.connector.failure_markers import ENOUGH_FAILED, Markers, used_before
 from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.connector.outlet import Outlet
 from hsx_dist.connector.step import Expect, Skip
@@ -190,9 +190,12 @@ class StoreOutlet(Outlet):
 
     def _on_event(self, event: Event) -> None:
         assert not isinstance(event, Receipt)  # there is no run
-        reason, conflict = (event.reason, event.conflict) if isinstance(event, Lost) else (None, False)
+        lost = event if isinstance(event, Lost) else None
         for segment in event.segments:
-            self._settle(segment, reason, conflict)
+            if lost is not None and lost.conflict:
+                self._settle(segment, used_before(segment.key), conflict=True)
+            else:
+                self._settle(segment, lost.reason if lost else None, conflict=False)
 
     def _settle(self, segment: Segment, reason: str | None, conflict: bool) -> None:
         request_id = request_of(segment)

@@ -71,8 +71,8 @@ def refusal_of(error: HsxError, key: str) -> Refusal:
     if isinstance(error, NotFound):
         message = f"key {shown}: expected a stored sample, got none. Check the key, or ask the model again"
     elif status < 500:
-        # The text begins with the object's place.
-        _, found, rest = str(error).partition(object_name(key) + OBJECT)
+        # The text begins with the object's place. The reason in a marker of an earlier version can name it again.
+        _, found, rest = str(error).rpartition(object_name(key) + OBJECT)
         message = str(bounded(f"key {shown}{rest}" if found else error))
     else:
         log.error("hidden states not answered: key=%s error=%s: %s", shown, type(error).__name__, printable(error))

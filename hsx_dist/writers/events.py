@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hsx_dist.errors import HsxError, StoreError
 from hsx_dist.format.manifest import Receipt
 from hsx_dist.observe.metrics import Series
 from hsx_dist.page import Segment
@@ -47,9 +46,9 @@ Event = Receipt | Stored | Lost
 def reason_not_stored(error: Exception, *, for_clients: bool) -> str:
     """Return why a part was not stored. ``for_clients``: a server's clients read the reason in a failure marker.
 
-    Errors of the store, and unexpected errors, can name the store's addresses. Clients get only the class.
+    The text of an error can name the store's addresses and the object's place. Clients get only the class.
     """
     kind = type(error).__name__
-    if for_clients and (isinstance(error, StoreError) or not isinstance(error, HsxError)):
+    if for_clients:
         return f"{kind}: the sample could not be stored. The server's log has the error"
     return bounded(f"{kind}: {error}")

@@ -69,9 +69,11 @@ def test_the_same_key_with_other_tokens_is_told_to_both_and_replaces_nothing(tmp
     outlet = outlet_on(tmp_path)  # another server, which remembers nothing
     submit(outlet, "a", some(seed=1), ids=[9, 9, 9, 9, 9])
     outlet.close()
-    with pytest.raises(SampleFailed, match="the key of another sample"):
+    with pytest.raises(SampleFailed, match="the key 'a' was used before for another sample"):
         hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"))
-    (tmp_path / "a.safetensors.conflict.json").unlink()
+    marker = tmp_path / "a.safetensors.conflict.json"
+    assert str(tmp_path) not in marker.read_text()  # a server's clients read the reason
+    marker.unlink()
     np.testing.assert_array_equal(
         hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), framework="numpy")["hidden_states"],
         first.transpose(1, 0, 2),
@@ -299,7 +301,7 @@ def test_the_same_tokens_under_another_adapter_are_another_sample(tmp_path):
         outlet = outlet_on(tmp_path)
         submit(outlet, "k", some(), meta={"lora": adapter})
         outlet.close()
-    with pytest.raises(SampleFailed, match="the key of another sample"):
+    with pytest.raises(SampleFailed, match="was used before for another sample"):
         hsx_dist.load_hidden_states(str(tmp_path / "k.safetensors"))
 
 

@@ -174,6 +174,10 @@ def test_samples_that_failed_expired_or_are_anothers_are_told_apart(tmp_path):
             **({"expires": 1000} if key == "old" else {}),
         )
     mark(conflict_name("used.safetensors"), "the key was used before", conflict=True)
+    place = f"{tmp_path}/earlier.safetensors"
+    mark(
+        conflict_name("earlier.safetensors"), f"SampleConflict: {place}: expected a new key, got another", conflict=True
+    )
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
     with client(outer_server(tmp_path)) as c:
@@ -186,6 +190,8 @@ def test_samples_that_failed_expired_or_are_anothers_are_told_apart(tmp_path):
         ):
             told = error(c.get(f"{url}/{key}?wait=60"), 424, "SampleFailed")
             assert told == f"key '{key}': expected a sample, got a failed request: {reason}"
+        told = error(c.get(f"{url}/earlier"), 424, "SampleFailed")  # an earlier version stored the marker
+        assert told == "key 'earlier': expected a new key, got another"
         assert "expired at 1000" in error(c.get(f"{url}/old?wait=60"), 410, "SampleExpired")
         assert time.monotonic() - begin < 30
         identity = {"identity": json.dumps({"request": "a", "tokens": "c"})}
