@@ -77,6 +77,15 @@ def check_engine(vllm_config: Any) -> None:
         raise ConfigError(f"speculative_config: expected none, got method {spec.method!r}. Remove it, or the taps")
 
 
+def embeds_first(model_config: Any) -> bool:
+    """Whether vLLM computes embeddings before the model's forward pass: with prompt embeddings, or with images.
+
+    No forward context is set then, so a tap would end the engine.
+    """
+    images = model_config.is_multimodal_model  # a release without the second name also has text-only engines here
+    return model_config.enable_prompt_embeds or bool(getattr(model_config, "supports_multimodal_inputs", images))
+
+
 def _expect(name: str, wanted: object, got: object) -> None:
     if got != wanted:
         raise ConfigError(

@@ -15,7 +15,7 @@ from torch import nn
 
 from hsx_dist.errors import ConfigError, EngineError
 from hsx_dist.taps import operator
-from hsx_dist.taps.capture_config import capture_of, check_engine
+from hsx_dist.taps.capture_config import capture_of, check_engine, embeds_first
 from hsx_dist.taps.point_cache import PointCache
 from hsx_dist.taps.points import POINTS, Plan, plan_capture
 from hsx_dist.taps.structure import Read, Structure, find_structure, modules_of
@@ -87,7 +87,7 @@ def tap_model(model: nn.Module, vllm_config: Any) -> Installed | None:
     check_engine(vllm_config)
     config = vllm_config.model_config
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    structure = find_structure(model, config.get_hidden_size(), ranks)
+    structure = find_structure(model, config.get_hidden_size(), ranks, embeds_first=embeds_first(config))
     points = capture.get("points") or {}
     if isinstance(points, dict):
         for point in points.keys() & structure.refused.keys():

@@ -57,20 +57,24 @@ class Structure:
         of_point[layer] = read
 
 
-def find_structure(model: nn.Module, hidden: int, tensor_parallel: int = 1) -> Structure:
+def find_structure(model: nn.Module, hidden: int, tensor_parallel: int = 1, *, embeds_first: bool = False) -> Structure:
     """Find the points of ``model``.
 
     Args:
         model: as vLLM loads it.
         hidden: the model's hidden size.
         tensor_parallel: the number of ranks.
+        embeds_first: vLLM computes embeddings before the model's forward pass, where no tap can write.
 
     Raises:
         ConfigError: a module or shape is not supported; the message names the expected one.
     """
     decoder = _decoder(model)
     found = Structure(len(decoder.layers))
-    found.add("embed", 0, Read(decoder.embed_tokens, "output", hidden))
+    if embeds_first:
+        found.refused["embed"] = "expected no images and no prompt embeddings, got an engine that accepts them"
+    else:
+        found.add("embed", 0, Read(decoder.embed_tokens, "output", hidden))
     windows = set()
     for i, layer in enumerate(decoder.layers):
         _norms(found, layer, i, hidden)

@@ -11,7 +11,7 @@ from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.taps import capture_config
-from hsx_dist.taps.capture_config import KEY, additional_config, capture_of, check_engine
+from hsx_dist.taps.capture_config import KEY, additional_config, capture_of, check_engine, embeds_first
 from hsx_dist.taps.install import tap_model
 
 
@@ -95,12 +95,26 @@ def test_engines_that_are_refused(change: Callable[[Any], None], message: str) -
         check_engine(one)
 
 
+@pytest.mark.parametrize(
+    ("embeds", "multimodal", "more", "first"),
+    [
+        (False, False, {}, False),
+        (True, False, {}, True),
+        (False, True, {}, True),
+        (False, True, {"supports_multimodal_inputs": False}, False),
+    ],
+)
+def test_engines_that_compute_embeddings_before_the_model(embeds, multimodal, more, first) -> None:  # type: ignore[no-untyped-def]
+    config = SimpleNamespace(enable_prompt_embeds=embeds, is_multimodal_model=multimodal, **more)
+    assert embeds_first(config) == first
+
+
 def test_this_vllm_has_the_settings_that_are_refused() -> None:
     """If vLLM renamed a setting, it would not be refused any more."""
     found = VllmConfig()
     parallel = {f"{name}_parallel_size" for name in ("pipeline", "prefill_context", "decode_context", "data")}
     assert parallel | {"enable_dbo", "enable_eplb", "enable_hc_sp"} <= vars(found.parallel_config).keys()
-    assert {"use_mla", "is_hybrid", "is_moe"} <= {*dir(ModelConfig)}
+    assert {"use_mla", "is_hybrid", "is_moe", "enable_prompt_embeds", "is_multimodal_model"} <= {*dir(ModelConfig)}
     # Other kinds of sequence parallelism: of experts, only with data parallelism, and a pass that vLLM has removed.
     several = ParallelConfig(
         tensor_parallel_size=2, data_parallel_size=1, enable_expert_parallel=True, distributed_executor_backend="mp"

@@ -91,6 +91,13 @@ def test_the_stream_after_the_last_layer_is_the_last_of_the_hidden_states() -> N
     assert found.has["resid_pre"] == {0, 1}
 
 
+def test_embeddings_that_are_computed_before_the_model_are_no_point() -> None:
+    found = find_structure(model(), HIDDEN, embeds_first=True)
+    assert "embed" not in found.has  # presets omit it
+    assert "no prompt embeddings" in found.refused["embed"]
+    assert found.has["resid_pre"] == {0, 1}
+
+
 def test_norms_of_heads_are_points() -> None:
     one = model()
     for each in one.model.layers:
