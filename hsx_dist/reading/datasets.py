@@ -10,26 +10,24 @@ import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleConsumed
-from hsx_dist.format.json_objects import count, or_null, text
 from hsx_dist.format.manifest import SampleRecord
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
-from hsx_dist.reading.follow import Follower, has_position, position_check
+from hsx_dist.reading.follow import FOLLOWED_MEMBERS, Follower, has_position
 from hsx_dist.reading.item_reader import ItemReader, Source
-from hsx_dist.reading.items import ItemSpec
+from hsx_dist.reading.items import ItemSpec, require_positive
 from hsx_dist.reading.order import EpochPosition, canonical_order, check_state, fingerprint, require_run, restore
 from hsx_dist.reading.prefetch import read_ahead
 from hsx_dist.reading.retention import rank_of
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Layers, layers_of
 from hsx_dist.reading.select import Selection
-from hsx_dist.reading.world import SharedNumber, world_of
+from hsx_dist.reading.world import SharedEpoch, world_of
 
 if importlib.util.find_spec("torch") is not None:
     from torch.utils.data import IterableDataset, get_worker_info
@@ -47,50 +45,8 @@ log = get_logger(__name__)
 
 #: Errors that ``on_error="skip"`` counts. All other errors do not concern a single sample and are raised.
 _BAD = (FormatError, NotFound, SampleConsumed)
-#: Members of the state of a data set with ``follow``.
-_FOLLOWED = {
-    **dict.fromkeys(("shards", "shard", "skipped"), count),
-    "run": or_null(text),
-    "position": position_check,
-}
 #: Number of skipped samples that are logged. `skipped` counts all.
 _LOGGED = 10
-
-
-def require_positive(least: int = 1, /, **counts: object) -> None:
-    """Raise ``ConfigError`` unless all ``counts`` are integers of at least ``least``."""
-    for name, value in counts.items():
-        if not isinstance(value, Integral) or value < least:
-            raise ConfigError(f"{name}: expected an integer of at least {least}, got {value!r:.100}. Correct it")
-
-
-def require_dataset(dataset: object, *, loss_mask: bool) -> None:
-    """Raise ``ConfigError`` unless rows of several items of ``dataset`` can be joined.
-
-    Args:
-        loss_mask: whether items must have one.
-    """
-    if not isinstance(dataset, HiddenStatesDataset):
-        raise ConfigError(
-            f"dataset: expected a HiddenStatesDataset, got a {type(dataset).__name__}. Use a data set of one run"
-        )
-    spec = dataset._reader.spec
-    if loss_mask and spec.loss_mask == "off":
-        raise ConfigError("only_loss: expected a data set with masks, got loss_mask='off'. Use 'ones' or 'raise'")
-    names = (*dataset.states, "input_ids", *(("loss_mask",) if loss_mask else ()))
-    if renamed := sorted(name for name in names if spec.rename.get(name, name) != name):
-        raise ConfigError(f"rename: expected {', '.join(renamed)} under the same name, got another. Do not rename it")
-
-
-def require_tokens(dataset: HiddenStatesDataset, idle: int) -> None:
-    """Raise ``ConfigError`` after a whole epoch without a token; else a repeating data set would be read forever.
-
-    ``idle``: number of consecutive items without a token.
-    """
-    if not dataset.follows and idle > len(dataset):
-        raise ConfigError(
-            "tokens, only_loss, exclude_ids: expected some tokens, got none in a whole epoch. Change them"
-        )
 
 
 def _require_followable(source: Source, shuffle: bool, repeat: bool) -> None:
@@ -101,6 +57,14 @@ def _require_followable(source: Source, shuffle: bool, repeat: bool) -> None:
         )
     if isinstance(source, Selection):
         raise ConfigError("follow: expected a run, got a Selection, which has no later samples. Pass its run")
+
+
+@dataclass(slots=True)
+class Iteration:
+    """Position of an iteration after its last item. ``ended``: the iteration has raised ``StopIteration``."""
+
+    at: EpochPosition | Follower
+    ended: bool = False
 
 
 class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
@@ -195,10 +159,11 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         self._rank, self._world = world_of(rank, world_size)
         self._on_error, self._prefetch, self._threads = on_error, prefetch_bytes, threads
         self._repeat, self._follow = repeat, dict(follow_options or {}) if follow else None
-        self._epoch = SharedNumber()
+        self._epoch = SharedEpoch()
         self._resume: Mapping[str, Any] | None = None
-        self._progress: EpochPosition | None = None
-        self._follower: Follower | None = None
+        self._progress: Iteration | None = None
+        #: Number of times that the position was discarded. Positions of data sets over this one are then void.
+        self.rewinds = 0
         #: Number of samples that ``on_error="skip"`` skipped so far, in this process.
         self.skipped = 0
 
@@ -248,8 +213,25 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         return self._follow is not None
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the next iteration shuffles by, also in the workers of a ``DataLoader``. Counts from 0."""
+        """Set the epoch that the next iteration shuffles by, also in the workers of a ``DataLoader``. Counts from 0.
+
+        The next iteration begins this epoch. If a state of this or a later epoch was loaded, it continues that state.
+        """
         self._epoch.set(epoch)
+        if self._follow is not None:
+            return
+        if self._resume is not None:
+            stays = epoch <= self._resume["epoch"]
+        else:
+            now = self._progress
+            stays = now is not None and not now.ended and isinstance(now.at, EpochPosition) and now.at.epoch == epoch
+        if not stays:
+            self.rewind()
+
+    def rewind(self) -> None:
+        """Discard the position: the next iteration begins the current epoch."""
+        self._resume = self._progress = None
+        self.rewinds += 1
 
     def __len__(self) -> int:
         """Number of samples of this rank in an epoch, over all its workers."""
@@ -260,48 +242,77 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         return len(range(self._rank, len(self._reader.selection), self._world))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self._followed() if self._follow is not None else self._ordered()
+        return self._recorded(*self.begin())
+
+    def begin(self) -> tuple[Iterator[dict[str, Any]], Iteration]:
+        """Begin an iteration. Return its items and its progress.
+
+        The progress is that of the new iteration from now on. A loader saves states before an iteration's first item.
+        """
+        resume = self._resume
+        progress = Iteration(self._position(resume))
+        if resume is not None:
+            self.skipped = resume.get("skipped", self.skipped)
+        self._resume, self._progress = None, progress
+        if isinstance(progress.at, Follower):
+            return self._followed(progress, progress.at), progress
+        return self._ordered(progress, progress.at), progress
+
+    def _recorded(self, items: Iterator[dict[str, Any]], progress: Iteration) -> Iterator[dict[str, Any]]:
+        for item in items:
+            self._progress = progress  # also if ``set_epoch`` was called during the iteration
+            yield item
+            del item
+
+    def _position(self, resume: Mapping[str, Any] | None) -> EpochPosition | Follower:
+        """The position of ``resume``, or the beginning of the current epoch."""
+        shards, shard = self._shards()
+        if self._follow is None:
+            if resume is None:
+                return EpochPosition(self._epoch.get(), shards, shard)
+            return restore(resume, self._fingerprint, shards, shard, len(self._reader.selection))
+        if resume is not None and (resume["shards"], resume["shard"]) != (shards, shard):
+            raise ConfigError(
+                f"state: expected the state of shard {shard} of {shards}, got that of shard {resume['shard']} of "
+                f"{resume['shards']}. With follow, resume with the same ranks and workers"
+            )
+        return Follower(self.run.place, state=resume and resume["position"], **self._follow)
 
     # -- without follow ----------------------------------------------------------------------------------------------
 
-    def _ordered(self) -> Iterator[dict[str, Any]]:
-        shards, shard = self._shards()
-        resume, self._resume = self._resume, None
-        progress = EpochPosition(self._epoch.get(), shards, shard)
-        if resume is not None:
-            progress = restore(resume, self._fingerprint, shards, shard, len(self._reader.selection))
-            self.skipped = resume.get("skipped", self.skipped)
-        self._progress = progress
+    def _ordered(self, progress: Iteration, at: EpochPosition) -> Iterator[dict[str, Any]]:
+        shards, shard = at.shards, at.shard
         if self._repeat and shard >= len(self._reader.selection):
             raise ConfigError(
                 f"repeat: expected a sample for each of {shards} shards (ranks times workers), got "
                 f"{len(self._reader.selection)} samples of {self.run.url}. Use fewer workers or ranks"
             )
         while True:
-            whole, skipped = progress.taken == 0 and not progress.history, self.skipped
-            yield from self._one_epoch(progress)
+            whole, skipped = at.taken == 0 and not at.history, self.skipped
+            yield from self._one_epoch(at)
             if not self._repeat:
+                progress.ended = True
                 return
-            if whole and progress.taken == self.skipped - skipped:  # the next epoch would skip all of them too
+            if whole and at.taken == self.skipped - skipped:  # the next epoch would skip all of them too
                 raise FormatError(
                     f"{self.run.url}: expected a sample that can be read, got none of a whole epoch: all "
-                    f"{progress.taken} were skipped. `hsx verify` lists the damaged parts"
+                    f"{at.taken} were skipped. `hsx verify` lists the damaged parts"
                 )
-            progress = self._progress = EpochPosition(progress.epoch + 1, shards, shard)
+            at = progress.at = EpochPosition(at.epoch + 1, shards, shard)
 
-    def _one_epoch(self, progress: EpochPosition) -> Iterator[dict[str, Any]]:
+    def _one_epoch(self, at: EpochPosition) -> Iterator[dict[str, Any]]:
         selection, reader = self._reader.selection, self._reader
         order = canonical_order(
-            selection.groups, shuffle=self._shuffle, buffer=self._buffer, seed=self._seed, epoch=progress.epoch
+            selection.groups, shuffle=self._shuffle, buffer=self._buffer, seed=self._seed, epoch=at.epoch
         )
-        places = selection.places[progress.mine(order)[progress.taken :]]
+        places = selection.places[at.mine(order)[at.taken :]]
         tasks = ((int(place), reader.nbytes(int(place))) for place in places)
-        epoch, memory = progress.epoch, self._reader.memory(self._prefetch)
+        epoch, memory = at.epoch, self._reader.memory(self._prefetch)
         for place, future in read_ahead(
             lambda place: reader.make(place, epoch, memory), tasks, threads=self._threads, max_bytes=memory.ahead
         ):
             item = self._outcome(selection.run_index.keys[place], future)
-            progress.taken += 1
+            at.taken += 1
             if item is not None:
                 yield item
                 del item
@@ -319,18 +330,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
     # -- with follow ---------------------------------------------------------------------------------------------------
 
-    def _followed(self) -> Iterator[dict[str, Any]]:
+    def _followed(self, progress: Iteration, follower: Follower) -> Iterator[dict[str, Any]]:
         shards, shard = self._shards()
-        resume, self._resume = self._resume, None
-        if resume is not None and (resume["shards"], resume["shard"]) != (shards, shard):
-            raise ConfigError(
-                f"state: expected the state of shard {shard} of {shards}, got that of shard {resume['shard']} of "
-                f"{resume['shards']}. With follow, resume with the same ranks and workers"
-            )
-        position = None
-        if resume is not None:
-            position, self.skipped = resume["position"], resume.get("skipped", self.skipped)
-        follower = self._follower = Follower(self.run.place, state=position, **(self._follow or {}))
         reader, memory = self._reader, self._reader.memory(self._prefetch)
 
         def tasks(arrivals: Iterable[SampleRecord | None]) -> Iterator[tuple[SampleRecord | None, int]]:
@@ -360,6 +361,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
                 if item is not None:
                     yield item
                     del item
+        progress.ended = True
 
     def retention(self, consumer: str = "default", *, consumers: Sequence[str] | None = None) -> Retention:
         """A ``Retention`` for this rank: ``ack(key)`` marks a sample as used.
@@ -389,22 +391,19 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
                 return dict(self._resume)
             shards, shard = self._shards()  # a merged state has no shard and could not be merged again
             return {**self._resume, "shards": shards, "shard": shard}
-        if self._follower is not None:
-            return self._state_of(self._follower.position)
-        return self.start_state() if self._progress is None else self._state_of(self._progress)
+        return self.start_state() if self._progress is None else self.state_of(self._progress)
 
     def start_state(self) -> dict[str, Any]:
         """The state before the first sample of the current epoch."""
-        shards, shard = self._shards()
-        return self._state_of({} if self._follow is not None else EpochPosition(self._epoch.get(), shards, shard))
+        return self.state_of(Iteration(self._position(None)))
 
-    def _state_of(self, at: EpochPosition | dict[str, Any]) -> dict[str, Any]:
-        """``at``: the progress in an epoch, or a follower's position."""
-        if isinstance(at, EpochPosition):
-            found = at.to_dict(self._fingerprint)
+    def state_of(self, progress: Iteration) -> dict[str, Any]:
+        """The state of an iteration of this data set."""
+        if isinstance(progress.at, EpochPosition):
+            found = progress.at.to_dict(self._fingerprint)
         else:
             shards, shard = self._shards()
-            found = {"follow": True, "shards": shards, "shard": shard, "position": at}
+            found = {"follow": True, "shards": shards, "shard": shard, "position": progress.at.position}
         return {**found, "run": self.run.id, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -426,13 +425,14 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
                 f"follow={bool(state.get('follow'))}. Use the same follow"
             )
         if self._follow is not None:
-            check_state(state, _FOLLOWED, required=("shards", "shard", "position"))
+            check_state(state, FOLLOWED_MEMBERS, required=("shards", "shard", "position"))
         else:
             shards, samples = (state.get("shards") or 1, state.get("shard") or 0), len(self._reader.selection)
             restore(state, self._fingerprint, *shards, samples)
-            self._epoch.set(state["epoch"])
         position = {} if self._follow is None else state["position"]
         require_run(state, self.run.place, lambda: has_position(self.run.store, position))
+        if self._follow is None:
+            self._epoch.load(state["epoch"])
         self._resume = dict(state)
 
     @cached_property

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hsx_dist.errors import FormatError, NotFound, RunStalled
-from hsx_dist.format.json_objects import count, list_of, text
+from hsx_dist.format.json_objects import count, list_of, or_null, text
 from hsx_dist.format.manifest import Manifest, Receipt, SampleRecord
 from hsx_dist.format.names import attempt_name, parse_receipt_name, receipt_name
 from hsx_dist.format.place import Place
@@ -45,6 +45,14 @@ def position_check(value: Any) -> str | None:
         fine &= bool(slash and writer) and attempt.isascii() and attempt.isdecimal() and len(attempt) < 10
         fine &= isinstance(at, list | tuple) and len(at) == 2 and count(at[0]) is None and lost(at[1]) is None
     return None if fine else "a follower's position: for each writer a receipt's number and keys"
+
+
+#: Members of the state of a data set with ``follow``.
+FOLLOWED_MEMBERS = {
+    **dict.fromkeys(("shards", "shard", "skipped"), count),
+    "run": or_null(text),
+    "position": position_check,
+}
 
 
 def _writers(position: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,13 @@ from hsx_dist.reading.sample import LOSS_MASK, Layers, Sample, Tokens, layers_of
 from hsx_dist.reading.select import key_hash
 
 Crop = Literal["start", "end", "random"]
+
+
+def require_positive(least: int = 1, /, **counts: object) -> None:
+    """Raise ``ConfigError`` unless all ``counts`` are integers of at least ``least``."""
+    for name, value in counts.items():
+        if not isinstance(value, Integral) or value < least:
+            raise ConfigError(f"{name}: expected an integer of at least {least}, got {value!r:.100}. Correct it")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.json_objects import shown
-from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.datasets import HiddenStatesDataset, Iteration
 from hsx_dist.reading.order import MIXED, MIXED_MEMBERS, check_state
 
 if importlib.util.find_spec("torch") is not None:
@@ -56,27 +56,45 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         self._datasets, self._weights, self._stop = list(datasets), given, stop
         self._taken: list[float] = [0] * len(given)
         self._resumed = False
+        self._progress: list[Iteration] | None = None
+        self._rewinds = self._rewound()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of each data set."""
         for dataset in self._datasets:
             dataset.set_epoch(epoch)
 
+    def _rewound(self) -> int:
+        return sum(dataset.rewinds for dataset in self._datasets)
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if not self._resumed:
-            self._taken = [0] * len(self._weights)
-        self._resumed = False
-        sources = [iter(d) for d in self._datasets]
+        if self._rewinds != self._rewound():  # by ``set_epoch``, which may keep the position of some data sets
+            self._resumed = False
+            for dataset in self._datasets:
+                dataset.rewind()
+        taken: list[float] = list(self._taken) if self._resumed else [0] * len(self._weights)
+        begun = [dataset.begin() for dataset in self._datasets]
+        self._resumed, progress = False, [at for _, at in begun]
+        self._record(taken, progress)
+        return self._mix([items for items, _ in begun], taken, progress)
+
+    def _record(self, taken: list[float], progress: list[Iteration]) -> None:
+        self._taken, self._progress, self._rewinds = taken, progress, self._rewound()
+
+    def _mix(
+        self, sources: list[Iterator[dict[str, Any]]], taken: list[float], progress: list[Iteration]
+    ) -> Iterator[dict[str, Any]]:
         open_ = set(range(len(sources)))
         while open_:
-            i = min(open_, key=lambda i: ((self._taken[i] + 1) / self._weights[i], i))
+            i = min(open_, key=lambda i: ((taken[i] + 1) / self._weights[i], i))
             item = next(sources[i], None)
             if item is None:
                 if self._stop == "first":
                     return
                 open_.discard(i)
                 continue
-            self._taken[i] += 1
+            taken[i] += 1
+            self._record(taken, progress)
             yield item
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,7 +105,12 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
             >>> state["taken"]
             [3, 1]
         """
-        return {"format": MIXED, "taken": list(self._taken), "datasets": [d.state_dict() for d in self._datasets]}
+        taken, found = list(self._taken), [d.state_dict() for d in self._datasets]
+        if self._rewinds != self._rewound():
+            taken, found = [0] * len(taken), [d.start_state() for d in self._datasets]
+        elif self._progress is not None:
+            found = [d.state_of(at) for d, at in zip(self._datasets, self._progress, strict=True)]
+        return {"format": MIXED, "taken": taken, "datasets": found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue from ``state``.
@@ -111,4 +134,5 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
             )
         for dataset, own in zip(self._datasets, state["datasets"], strict=True):
             dataset.load_state_dict(own)
-        self._taken, self._resumed = list(state["taken"]), True
+        self._taken, self._resumed, self._progress = list(state["taken"]), True, None
+        self._rewinds = self._rewound()

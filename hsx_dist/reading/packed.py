@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,18 +10,15 @@ import numpy as np
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.json_objects import count, text
 from hsx_dist.reading.arrays import to_ids
-from hsx_dist.reading.datasets import HiddenStatesDataset, require_dataset, require_positive, require_tokens
+from hsx_dist.reading.datasets import HiddenStatesDataset, Iteration
+from hsx_dist.reading.derived import DerivedDataset, require_dataset, require_tokens
+from hsx_dist.reading.items import require_positive
 from hsx_dist.reading.mixer import digest
 from hsx_dist.reading.order import check_state
 from hsx_dist.reading.sample import LOSS_MASK
 
-if importlib.util.find_spec("torch") is not None:
-    from torch.utils.data import IterableDataset
-else:
-    IterableDataset = object
 
-
-class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
+class PackedContexts(DerivedDataset):
     """Batches of ``contexts`` rows of ``context_tokens`` tokens each, in the data set's order, without gaps.
 
     A document that does not fit into a row continues in the next row. Only the last row of an epoch has padding: zeros.
@@ -58,43 +54,37 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
         require_dataset(dataset, loss_mask=False)
         require_positive(contexts=contexts, context_tokens=context_tokens)
         dataset.name_layers()
-        self._dataset, self._shape, self._drop_last = dataset, (contexts, context_tokens), drop_last
-        self._state: dict[str, Any] | None = None
-        self._resume: Mapping[str, Any] | None = None
+        super().__init__(dataset)
+        self._shape, self._drop_last = (contexts, context_tokens), drop_last
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        resume, self._resume, self._state = self._resume, None, None
-        if resume is None:
-            resume = {"dataset": self._dataset.start_state()}
-        else:
-            self._dataset.load_state_dict(resume["dataset"])
-            # A merged state has no shard. The data set's state has this process's shard, so it can be merged again.
-            resume = {**resume, "dataset": self._dataset.state_dict()}
-        before = dict(resume["dataset"])  # the position before the item that is being packed
-        begun, given = resume.get("document"), resume.get("tokens", 0)
+    def _batches(
+        self, items: Iterator[dict[str, Any]], progress: Iteration, at: Mapping[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        before = at["dataset"]  # the position before the item that is being packed
+        begun, given = at.get("document"), at.get("tokens", 0)
         size = self._shape[0] * self._shape[1]
         batch, filled, documents, idle = None, 0, 0, 0
-        for item in self._dataset:
+        for item in items:
             arrays, document = self._arrays(item), digest(item["input_ids"])
             idle = 0 if len(item["input_ids"]) else idle + 1
             require_tokens(self._dataset, idle)
             # If the cut sample is skipped this time, its number of yielded tokens does not apply to the next sample.
-            at, given = given if document == begun else 0, 0
-            while at < len(item["input_ids"]):
+            start, given = given if document == begun else 0, 0
+            while start < len(item["input_ids"]):
                 batch = self._empty(arrays) if batch is None else batch
-                n = min(len(item["input_ids"]) - at, size - filled)
-                self._fill(batch, filled, arrays, at, n, documents)
-                filled, at, documents = filled + n, at + n, documents + 1
+                n = min(len(item["input_ids"]) - start, size - filled)
+                self._fill(batch, filled, arrays, start, n, documents)
+                filled, start, documents = filled + n, start + n, documents + 1
                 if filled == size:
-                    self._state = {"dataset": before, "document": document, "tokens": at}
+                    self._record({"dataset": before, "document": document, "tokens": start})
                     yield self._shaped(batch, self._shape[0])
                     batch, filled, documents = None, 0, 0
-            before = self._dataset.state_dict()
+            before = self._dataset.state_of(progress)
         rows = -(-filled // self._shape[1])
         if batch is not None and not self._drop_last:
-            self._state = {"dataset": before}
+            self._record({"dataset": before})
             yield self._shaped(batch, rows)
-        self._state = None
+        self._record({"dataset": self._dataset.state_of(progress)})
 
     def _arrays(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """The item's arrays with a row for each token. States of a single layer lose the axis of layers."""
@@ -144,9 +134,7 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
             >>> state["tokens"]  # of the document in which the batch ended
             16
         """
-        if self._state is not None:
-            return self._state
-        return {**(self._resume or {}), "dataset": self._dataset.state_dict()}
+        return self._position()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue from ``state``, of ``state_dict`` or ``merge_states``.
@@ -164,5 +152,4 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
         check_state(state, {"document": text, "tokens": count})
         if "dataset" not in state:
             state = {"dataset": state}
-        self._dataset.load_state_dict(state["dataset"])
-        self._resume, self._state = dict(state), None
+        self._load(dict(state))

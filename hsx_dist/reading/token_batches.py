@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import count as numbers_from
 from numbers import Integral, Real
 from threading import Event
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.json_objects import count, list_of, number, text
-from hsx_dist.reading.datasets import HiddenStatesDataset, require_dataset, require_positive, require_tokens
+from hsx_dist.reading.datasets import HiddenStatesDataset, Iteration
+from hsx_dist.reading.derived import DerivedDataset, require_dataset, require_tokens
+from hsx_dist.reading.items import require_positive
 from hsx_dist.reading.mixer import (
     MOST_SHARES,
     Block,
@@ -31,12 +33,6 @@ from hsx_dist.reading.mixer import (
 )
 from hsx_dist.reading.order import check_state
 from hsx_dist.reading.scaling import Scaling, scaler
-
-if importlib.util.find_spec("torch") is not None:
-    from torch.utils.data import IterableDataset
-else:
-    IterableDataset = object
-
 
 #: Members of a saved state.
 _MEMBERS = {
@@ -59,7 +55,7 @@ def _ids(exclude_ids: object) -> np.ndarray[Any, Any]:
     return np.array(sorted(found), np.int64)
 
 
-class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
+class TokenBatches(DerivedDataset):
     """Batches ``{"hidden_states": [B, H], "input_ids": [B]}`` of tokens from many samples; ``[B, L, H]`` of L layers.
 
     The ``points`` of the data set, if any, replace ``hidden_states``.
@@ -95,6 +91,8 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         torch.Size([16, 576])
     """
 
+    _START = MappingProxyType({"buffers": 0, "rows": 0, "batches": 0})
+
     def __init__(
         self,
         dataset: HiddenStatesDataset,
@@ -118,40 +116,38 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             )
         require_positive(0, seed=seed)
         dataset.name_layers()
-        self._dataset, self._batch, self._keep = dataset, batch_tokens, keep
+        super().__init__(dataset)
+        self._batch, self._keep = batch_tokens, keep
         # The shares that remain of earlier blocks are keep / (1 - keep) of a block. They and one block are the buffer.
         self._block = max(1, -(-round(buffer_tokens * (1 - keep)) // batch_tokens)) * batch_tokens
         self._sizes = share_sizes(self._block, batch_tokens, keep)
         self._seed, self._only_loss, self._drop_last = seed, only_loss, drop_last
         self._excluded = _ids(exclude_ids)
         self._finish, self._factors = scaler(dataset, scaling, dtype, device)
-        self._state: dict[str, Any] | None = None
-        self._resume: Mapping[str, Any] | None = None
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        resume, self._resume = self._resume, None
-        self._state = None
-        if resume is None:
-            resume = {"dataset": self._dataset.start_state()}
-        else:
-            self._dataset.load_state_dict(resume["dataset"])
-            # A merged state has no shard. The data set's state has this process's shard, so it can be merged again.
-            resume = {**resume, "dataset": self._dataset.state_dict()}
+    def _batches(
+        self, items: Iterator[dict[str, Any]], progress: Iteration, at: Mapping[str, Any]
+    ) -> Iterator[dict[str, Any]]:
         try:
-            yield from self._rounds(resume)
+            yield from self._rounds(items, progress, at)
         except _Changed:
             # Another set of samples is skipped than before. Batches differ and tokens are repeated, but none is lost.
-            self._dataset.load_state_dict(resume["dataset"])
-            yield from self._rounds({**resume, "blocks": [], "batches": 0, "buffers": resume.get("oldest", 0)})
-        self._state = None
+            at = {**at, "blocks": [], "batches": 0, "buffers": at.get("oldest", 0)}
+            self._dataset.load_state_dict(at["dataset"])
+            items, progress = self._dataset.begin()
+            self._record(at)
+            yield from self._rounds(items, progress, at)
+        self._record({**self._START, "dataset": self._dataset.state_of(progress)})
 
-    def _rounds(self, at: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _rounds(
+        self, items: Iterator[dict[str, Any]], progress: Iteration, at: Mapping[str, Any]
+    ) -> Iterator[dict[str, Any]]:
         """Run rounds from the position ``at``. Reads blocks of earlier rounds for their remaining shares."""
         known, first_round = at.get("blocks", []), at.get("buffers", 0)
         oldest = at.get("oldest", first_round) if known else first_round
         slots = Slots(most_lots(self._sizes, self._batch), self._batch)
         left = Event()
-        source, steps_of_block = self._steps(slots, at, oldest, left), self._block // self._batch
+        source, steps_of_block = self._steps(items, progress, slots, at, oldest, left), self._block // self._batch
         held: list[Block] = []
         with closing(source if self._dataset.follows else ahead(source, steps_of_block, left)) as steps:
             refill = Refill(steps, steps_of_block)
@@ -189,12 +185,18 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             slots.free.append(places)
             # With follow, a resume may yield samples in another order, so that it must not skip rows.
             again = {"rows": 0, "batches": 0, "blocks": [], "buffers": where["oldest"]}
-            self._state = {**where, **self._own, **(again if self._dataset.follows else {"batches": given + 1})}
+            self._record({**where, "mix": self._mix, **(again if self._dataset.follows else {"batches": given + 1})})
             one_layer = [name for name in self._dataset.states if rows[name].shape[1] == 1]
             yield self._finish({**rows, **{name: rows[name][:, 0] for name in one_layer}})
 
     def _steps(
-        self, slots: Slots, at: Mapping[str, Any], number: int, left: Event
+        self,
+        items: Iterator[dict[str, Any]],
+        progress: Iteration,
+        slots: Slots,
+        at: Mapping[str, Any],
+        number: int,
+        left: Event,
     ) -> Generator[Block | None, None, None]:
         """Read the tokens of one batch per step. Yield ``None``, or the block if the step completes it.
 
@@ -205,7 +207,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         begin = {"rows": skip_rows, "first": first, "dataset": last}
         held: list[Places] = []
         lot, size, idle = np.empty(0, np.int64), 0, 0
-        for item in self._dataset:
+        for item in items:
             if left.is_set():
                 return
             rows = self._wanted(item)
@@ -229,7 +231,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
                     begin = {"rows": offset, "first": sample, "dataset": last}
                 elif not len(lot):
                     yield None
-            last = self._dataset.state_dict()
+            last = self._dataset.state_of(progress)
             if size == 0:
                 begin = {"rows": 0, "first": "", "dataset": last}
         if size:
@@ -251,11 +253,6 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
     def _mix(self) -> list[float]:
         return [self._seed, self._batch, self._block, self._keep]
 
-    @property
-    def _own(self) -> dict[str, Any]:
-        """Members of a state that do not depend on the position."""
-        return {"mix": self._mix, "factors": self._factors}
-
     def state_dict(self) -> dict[str, Any]:
         """Position of the iteration, to the batch. A resume reads the tokens of the buffer again.
 
@@ -269,13 +266,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             >>> state["batches"]
             1
         """
-        if self._state is not None:
-            return self._state
-        if self._resume is not None:
-            found = {**self._resume, "dataset": self._dataset.state_dict()}
-        else:
-            found = {"buffers": 0, "rows": 0, "batches": 0, "dataset": self._dataset.state_dict()}
-        return {**found, "factors": self._factors}
+        return {**self._position(), "factors": self._factors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue from ``state``, of ``state_dict`` or ``merge_states``.
@@ -302,8 +293,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
                 f"state: expected at most {MOST_SHARES - 1} rounds from oldest to buffers, got {rounds}. Use another "
                 "checkpoint"
             )
-        self._dataset.load_state_dict(state["dataset"])
         own = dict(state)
         if own.get("mix") != self._mix:  # also a state of a version without ``keep``
             own.update(blocks=[], batches=0, buffers=own.get("oldest", own.get("buffers", 0)))
-        self._resume, self._state = own, None
+        self._load(own)

@@ -1,4 +1,4 @@
-"""Rank and world size of a training process, and a number that it shares with its workers."""
+"""Rank and world size of a training process, and an epoch that it shares with its workers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from typing import Any
 from hsx_dist.errors import ConfigError
 
 
-class SharedNumber:
-    """A number in memory that the workers of a ``DataLoader`` share. Not shared without torch."""
+class SharedEpoch:
+    """The epoch of a data set, in memory that the workers of a ``DataLoader`` share. Not shared without torch."""
 
     def __init__(self) -> None:
-        self._tensor: Any = None
-        self._number = 0
+        self._memory: Any = [0, 0]  # the epoch, and whether ``set`` was called
         if importlib.util.find_spec("torch") is not None:
             import torch
 
-            self._tensor = torch.zeros(1, dtype=torch.int64).share_memory_()
+            self._memory = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     def get(self) -> int:
-        return self._number if self._tensor is None else int(self._tensor[0])
+        return int(self._memory[0])
 
-    def set(self, value: int) -> None:
-        if self._tensor is None:
-            self._number = value
-        else:
-            self._tensor[0] = value
+    def set(self, epoch: int) -> None:
+        self._memory[0], self._memory[1] = epoch, 1
+
+    def load(self, epoch: int) -> None:
+        """Set the epoch of a loaded state, if ``set`` was never called.
+
+        ``StatefulDataLoader`` loads states when iteration begins, which is after the trainer's ``set_epoch``.
+        """
+        if not self._memory[1]:
+            self._memory[0] = epoch
 
 
 def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -126,10 +126,9 @@ HEAVY: dict[str, tuple[str, ...]] = {
 #: Torch's data sets must inherit from torch's classes.
 TORCH_DATA = {
     "reading/datasets.py",
+    "reading/derived.py",
     "reading/map_dataset.py",
     "reading/mixing.py",
-    "reading/packed.py",
-    "reading/token_batches.py",
 }
 #: Packages that import nothing heavy.
 LIGHT = {"reading", "exporting", "model_parts", "cli", "models", "testing", "config", "store", "format"}

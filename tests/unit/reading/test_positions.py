@@ -1,0 +1,202 @@
+"""A state of any moment resumes exactly the rest, for each data set, with and without a loader and its workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from hsx_dist import HiddenStatesDataset, MixedDataset, PackedContexts, TokenBatches, merge_states
+from hsx_dist.saelens import data_provider
+from hsx_dist.store import open_store
+from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import store_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    for name, samples, first in (("a", 9, 0), ("b", 4, 100)):
+        made = [
+            replace(
+                random_sample(f"{name}{i}", 4, seed=i, odd=False, hidden_size=4, layer_ids=(2,)),
+                token_ids=np.arange(first + 4 * i, first + 4 * i + 4),
+            )
+            for i in range(samples)
+        ]
+        store_run(open_store(str(path / name)), made, per_part=3)
+    return path
+
+
+class Case:
+    """A data set of one kind, and what its trainer calls."""
+
+    def __init__(self, folder: Path, kind: str, **loader: Any):
+        names = "ab" if kind in ("first", "all") else "a"
+        self.datasets = [
+            HiddenStatesDataset(str(folder / name), shuffle=True, shuffle_buffer=4, threads=1, rank=0, world_size=1)
+            for name in names
+        ]
+        self.data: Any = self.datasets[0]
+        if kind == "tokens":
+            self.data = TokenBatches(self.data, 4, buffer_tokens=8)
+        elif kind == "packed":
+            self.data = PackedContexts(self.data, 1, 6)
+        elif kind != "plain":
+            self.data = MixedDataset(self.datasets, weights=[5, 1], stop="all" if kind == "all" else "first")
+        self.source: Any = StatefulDataLoader(self.data, batch_size=None, **loader) if loader else self.data
+
+    def set_epoch(self, epoch: int | None) -> None:
+        for dataset in self.datasets if epoch is not None else ():
+            dataset.set_epoch(epoch or 0)
+
+    def state(self) -> Any:
+        state = self.source.state_dict()
+        return json.loads(json.dumps(state)) if self.source is self.data else state
+
+    def items(self) -> Iterator[list[int]]:
+        return Items(iter(self.source))
+
+    def epoch(self, number: int | None) -> list[list[int]]:
+        self.set_epoch(number)
+        return list(self.items())
+
+
+class Items(Iterator[list[int]]):
+    """The token ids of each item. ``iter`` of the data set was called."""
+
+    def __init__(self, source: Iterator[Any]):
+        self._source = source
+
+    def __next__(self) -> list[int]:
+        found: list[int] = next(self._source)["input_ids"].flatten().tolist()
+        return found
+
+
+@dataclass
+class Moment:
+    """A state, and what a resume from it yields: the items of ``epoch`` after the first ``taken``."""
+
+    name: str
+    state: Any
+    epoch: int
+    taken: int
+
+
+def moments(case: Case) -> tuple[list[Moment], list[list[list[int]]]]:
+    """States of two epochs, and the items of three."""
+    found: list[Moment] = []
+    orders: list[list[list[int]]] = []
+    if case.source is case.data:
+        found.append(Moment("nothing called", case.state(), 0, 0))
+    for epoch in range(2):
+        case.set_epoch(epoch)
+        if case.source is case.data:
+            found.append(Moment("set_epoch", case.state(), epoch, 0))
+        items = case.items()
+        found.append(Moment("begun", case.state(), epoch, 0))
+        order = []
+        for item in items:
+            order.append(item)
+            found.append(Moment("item", case.state(), epoch, len(order)))
+        found.append(Moment("ended", case.state(), epoch, len(order)))
+        orders.append(order)
+    return found, [*orders, case.epoch(2)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "first", "all", "tokens", "packed"])
+def test_a_state_of_any_moment_resumes_the_rest(folder: Path, kind: str) -> None:
+    found, orders = moments(Case(folder, kind))
+    assert len({str(order) for order in orders}) == 3
+    for at in found:
+        rest = orders[at.epoch][at.taken :]
+        # ``set_epoch`` before and after ``load_state_dict``, also by a trainer that counts from 0 in each process
+        for before, after in ((None, None), (at.epoch, None), (None, at.epoch), (1 - at.epoch, None), (None, 0)):
+            case = Case(folder, kind)
+            case.set_epoch(before)
+            case.source.load_state_dict(at.state)
+            case.set_epoch(after)
+            again = case.state()
+            assert case.epoch(None) == rest, (at, before, after)
+        assert case.epoch(2) == orders[2], at
+        case.source.load_state_dict(again)
+        items = case.items()
+        begun = case.state()
+        del items
+        case.source.load_state_dict(begun)
+        assert case.epoch(None) == rest, at
+        case.source.load_state_dict(at.state)
+        assert case.epoch(at.epoch + 1) == orders[at.epoch + 1], at
+
+
+@pytest.mark.parametrize("workers", [0, 2, "persistent"])
+@pytest.mark.parametrize("kind", ["plain", "all", "tokens", "packed"])
+def test_torchdatas_loader_resumes_the_rest(folder: Path, kind: str, workers: int | str) -> None:
+    loader = {"num_workers": 2, "persistent_workers": True} if workers == "persistent" else {"num_workers": workers}
+    found, orders = moments(Case(folder, kind, **loader))
+    for at in found:
+        ended = at.name == "ended"
+        if workers and (at.taken > 2 or at.epoch == 0) and not ended:
+            continue  # it takes long to start workers
+        case = Case(folder, kind, **loader)
+        case.source.load_state_dict(at.state)
+        epoch = at.epoch + ended
+        assert case.epoch(epoch) == orders[epoch][0 if ended else at.taken :], at
+        if epoch < 2 and not (workers and at.taken == 0):
+            assert case.epoch(epoch + 1) == orders[epoch + 1], at
+
+
+@pytest.mark.parametrize("kind", ["plain", "all", "tokens", "packed"])
+def test_workers_begin_the_next_epoch_after_one_that_resumed_a_merged_state(folder: Path, kind: str) -> None:
+    found, orders = moments(Case(folder, kind))
+    at = next(m for m in found if m.taken == 2)
+    every = {i for item in orders[0] for i in item}
+    head = {i for item in orders[0][:2] for i in item}
+    case = Case(folder, kind)
+    case.source.load_state_dict(merge_states([at.state]))
+    case.source = DataLoader(case.data, batch_size=None, num_workers=2)
+    rest = [i for item in case.epoch(0) for i in item]
+    assert head | set(rest) == every
+    if kind in ("plain", "all"):  # a merge repeats the tokens of a buffer
+        assert len(head) + len(rest) == len(every)
+    assert {i for item in case.epoch(1) for i in item} == every
+
+
+@pytest.mark.parametrize("kind", ["plain", "all", "tokens", "packed"])
+def test_set_epoch_during_an_iteration_loses_nothing(folder: Path, kind: str) -> None:
+    orders = moments(Case(folder, kind))[1]
+    case = Case(folder, kind)
+    items = case.items()
+    head = [next(items)]
+    case.set_epoch(1)
+    between = case.state()
+    head.append(next(items))
+    state = case.state()
+    assert head + list(items) == orders[0]
+    assert case.epoch(None) == orders[1]
+    for at, rest in ((between, orders[1]), (state, orders[0][2:])):
+        again = Case(folder, kind)
+        again.source.load_state_dict(at)
+        assert again.epoch(None) == rest
+
+
+def test_a_saelens_provider_saved_before_its_first_batch_resumes_there(folder: Path) -> None:
+    def provider() -> Any:
+        return data_provider(str(folder / "a"), "blocks.2.hook_resid_pre", 4, data={"threads": 1}, buffer_tokens=8)
+
+    made, again = provider(), provider()
+    for _ in range(20):  # into the third epoch
+        next(made)
+    state = json.loads(json.dumps(made.state_dict()))
+    rest = [next(made).tolist() for _ in range(4)]
+    for _ in range(2):
+        again.load_state_dict(state)
+        state = json.loads(json.dumps(again.state_dict()))
+        assert [next(again).tolist() for _ in range(4)] == rest
