@@ -19,9 +19,11 @@ from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting.base import LAYER_IDS, Exporter, ExportOptions, SampleLeftOut, require_hidden_states
 from hsx_dist.format.place import Place
 from hsx_dist.page import HIDDEN_STATES
+from hsx_dist.reading.column import is_mean
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.order import is_of_run
 from hsx_dist.reading.run import Run
+from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.select import Selection
 from hsx_dist.reading.whole import require_whole
 
@@ -271,7 +273,7 @@ def _batches(
     widths = {name: p.width for name, p in run.at(0).points.items()} if todo else {}
     widths = {name: widths[name] for name in exporter.points or (HIDDEN_STATES,) if name in widths}
     for group in groups:
-        found = (_as_the_first(_next_of(items, run, place, exporter), widths) for place in group)
+        found = (_as_the_first(_next_of(items, run, place, exporter), run.at(place), widths) for place in group)
         yield group[0], found
         deque(found, maxlen=0)  # skip items that the exporter did not read; they are not for the next file
 
@@ -289,17 +291,18 @@ def _check_tokens(run: Run, place: int, exporter: Exporter) -> None:
         require_whole(sample.key, sample.meta)
 
 
-def _as_the_first(item: dict[str, Any], widths: dict[str, int]) -> dict[str, Any]:
-    """Return the item.
+def _as_the_first(item: dict[str, Any], sample: Sample, widths: dict[str, int]) -> dict[str, Any]:
+    """Return the item of ``sample``.
 
     Raises ``FormatError`` if its states have another width than the run's first sample, or its ids exceed int32:
-    trainers assume one width and int32 ids, and do not check.
+    trainers assume one width and int32 ids, and do not check. The id of a mean over tokens is -1.
     """
     for name, width in widths.items():
         if (got := math.prod(item[name].shape[2:])) != width:
             raise FormatError(f"{item['key']!r}: expected rows of {width} elements as in the first sample, got {got}")
     ids = item["input_ids"]
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
+    fine = not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < 2**31
+    if not fine and not (ids.tolist() == [-1] and is_mean(sample.meta)):
         raise FormatError(f"{item['key']!r}: expected token ids from 0 to 2**31 - 1, got {ids.min()} to {ids.max()}")
     return item
 

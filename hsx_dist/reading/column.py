@@ -14,7 +14,7 @@ from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.container_read import Empty, Loaded, new_states
 from hsx_dist.format.loss import Loss
 from hsx_dist.format.segments import SegmentProof
-from hsx_dist.page import Segment, token_hash
+from hsx_dist.page import token_hash
 
 #: Name of the attached array that marks the tokens that count in training.
 LOSS_MASK = "loss_mask"
@@ -187,9 +187,9 @@ def agrees(info: SegmentInfo, proof: SegmentProof) -> bool:
     return said == proven
 
 
-def is_mean(segment: Segment) -> bool:
+def is_mean(meta: Mapping[str, Any]) -> bool:
     """Whether the sample is the mean over a request's tokens. Its receipt has the hash of the request's ids."""
-    tokens = segment.meta.get("tokens")
+    tokens = meta.get("tokens")
     return isinstance(tokens, dict) and "mean" in tokens
 
 

@@ -289,7 +289,7 @@ class Sample:
         for column in self._columns[1:]:
             require_same_ids([first, column.token_ids()], self.key)
         told, found = {proof.sample_hash for proof in self._segments} - {""}, token_hash(first)
-        if not told <= {found} and not is_mean(self._columns[0].first.segment):
+        if not told <= {found} and not is_mean(self._columns[0].first.segment.meta):
             raise IntegrityError(
                 f"{self.key[:80]!a}: expected token ids of hash {min(told)}, as in the sample's receipts, got {found}"
             )

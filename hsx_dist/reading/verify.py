@@ -323,7 +323,7 @@ def _check_segment(part: Part, proof: SegmentProof, layer_ids: Sequence[int]) ->
     if got != proof.token_hash:
         yield f"{proof.segment.key!r}: expected token ids of hash {proof.token_hash}, got {got}"
     s = proof.segment
-    is_whole = s.columns == 1 and s.num_tokens == s.total and not is_mean(info.segment)
+    is_whole = s.columns == 1 and s.num_tokens == s.total and not is_mean(info.segment.meta)
     if is_whole and proof.sample_hash not in ("", got):
         yield f"{s.key!r}: expected token ids of hash {proof.sample_hash}, the receipt's hash of the sample, got {got}"
     mask = part.attached_shape(proof.slot, LOSS_MASK)

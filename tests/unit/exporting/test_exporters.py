@@ -193,7 +193,7 @@ def test_a_sample_is_not_left_out_with_its_neighbours(
 
 @pytest.mark.parametrize("to", EXPORTERS)
 def test_every_statement_names_the_layers_the_norm_and_the_mask(to: str, run: Run, model: Any, tmp_path: Path) -> None:
-    options = {"aux_layers": (5,), "context": 4} if to == "saelens" else {}
+    options = {"aux_layers": (5,), "context": 1} if to == "saelens" else {}
     exported = routed(tmp_path) if to == "routing" else run
     export_run(exported, to, tmp_path / "out", ExportOptions(model=str(model[0]), **options), shard=0, shards=2)
     said = statement(tmp_path / "out")
@@ -657,15 +657,17 @@ def test_a_run_without_samples_whose_layers_are_no_ids_is_a_typed_error(
 
 
 @pytest.mark.parametrize("to", ["modelopt", "topk-logprobs", "specforge-eagle3", "vllm"])
-@pytest.mark.parametrize("what", ["width", "ids"])
+@pytest.mark.parametrize("what", ["width", "ids", "negative"])
 def test_samples_of_another_width_or_other_ids_are_refused(tmp_path: Path, model: Any, to: str, what: str) -> None:
     other = random_sample("x", 6, layer_ids=LAYERS, hidden_size=1, dtype="float32", odd=False)
     if what == "ids":
         other = replace(SAMPLES[1], key="x", token_ids=SAMPLES[1].token_ids + 2**40)
+    if what == "negative":  # allowed for a mean over tokens only
+        other = replace(SAMPLES[1], key="x", states=SAMPLES[1].states[:1], token_ids=np.array([-1]))
     store_run(open_store(str(tmp_path / "run")), [SAMPLES[0], other])
     options = ExportOptions(model=str(model[0]), num_layers=N, aux_layers=(2, 4, 5))
-    expected = {"width": "'x': expected rows of 64 elements .*, got 1", "ids": "'x': expected token ids from 0"}[what]
-    with pytest.raises(FormatError, match=expected):
+    expected = "rows of 64 elements .*, got 1" if what == "width" else "token ids from 0"
+    with pytest.raises(FormatError, match=f"'x': expected {expected}"):
         export_run(open_run(str(tmp_path / "run")), to, tmp_path / "out", options)
 
 
@@ -734,9 +736,13 @@ def selected(folder: Path, chosen: object) -> Run:
     """A run whose second sample stores the tokens that ``chosen`` describes."""
     store = open_store(str(folder / "run"))
     start_run(store, {"meaning": {"layers": list(LAYERS)}, "settings": {}})
+    second = SAMPLES[1]
+    if isinstance(chosen, dict) and "mean" in chosen:
+        second = replace(second, states=second.states[:1], token_ids=np.array([-1]))
     of = [{}, {"tokens": chosen}]
     stored = [
-        (s, replace(s.segments()[0], meta=meta), i) for i, (s, meta) in enumerate(zip(SAMPLES[:2], of, strict=True))
+        (s, replace(s.segments()[0], meta=meta), i)
+        for i, (s, meta) in enumerate(zip((SAMPLES[0], second), of, strict=True))
     ]
     RunWriter(store, about={"num_hidden_layers": N}).put(stored)
     return open_run(store.url)
@@ -746,7 +752,7 @@ def selected(folder: Path, chosen: object) -> Run:
 def test_a_selection_of_tokens_is_refused_where_the_trainer_needs_whole_samples(
     to: str, model: Any, tmp_path: Path
 ) -> None:
-    layers = {"aux_layers": (5,), "context": 4} if to == "saelens" else {"aux_layers": (2, 4, 5)}
+    layers = {"aux_layers": (5,), "context": 1} if to == "saelens" else {"aux_layers": (2, 4, 5)}
     options = ExportOptions(model=str(model[0]), samples_per_file=1, **layers)  # type: ignore[arg-type]
     for i, chosen in enumerate(SELECTIONS):
         run, dest = selected(tmp_path / f"{i}", chosen), tmp_path / f"out{i}"
