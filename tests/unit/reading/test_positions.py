@@ -51,7 +51,10 @@ class Case:
             self.data = PackedContexts(self.data, 1, 6)
         elif kind != "plain":
             self.data = MixedDataset(self.datasets, weights=[5, 1], stop="all" if kind == "all" else "first")
-        self.source: Any = StatefulDataLoader(self.data, batch_size=None, **loader) if loader else self.data
+        self.source: Any = self.data
+        if loader:
+            next(iter(self.data))  # as trainers look at shapes; workers are forked with this position
+            self.source = StatefulDataLoader(self.data, batch_size=None, **loader)
 
     def set_epoch(self, epoch: int | None) -> None:
         for dataset in self.datasets if epoch is not None else ():
@@ -185,6 +188,23 @@ def test_set_epoch_during_an_iteration_loses_nothing(folder: Path, kind: str) ->
         again = Case(folder, kind)
         again.source.load_state_dict(at)
         assert again.epoch(None) == rest
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_second_iteration_begins_anew_before_its_first_item(folder: Path, follow: bool) -> None:
+    def fresh() -> HiddenStatesDataset:
+        return HiddenStatesDataset(str(folder / "a"), threads=1, rank=0, world_size=1, follow=follow)
+
+    for take in (3, 9):  # an abandoned iteration and a complete one
+        dataset, again = fresh(), fresh()
+        first, rest = iter(dataset), fresh()
+        head = [next(first)["key"] for _ in range(take)]
+        rest.load_state_dict(dataset.state_dict())
+        every = [*head, *(item["key"] for item in rest)]
+        second = iter(dataset)
+        again.load_state_dict(dataset.state_dict())
+        assert [item["key"] for item in again] == [item["key"] for item in second] == every
+        assert len(every) == 9
 
 
 def test_a_saelens_provider_saved_before_its_first_batch_resumes_there(folder: Path) -> None:
