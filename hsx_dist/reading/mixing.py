@@ -105,11 +105,13 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
             >>> state["taken"]
             [3, 1]
         """
-        taken, found = list(self._taken), [d.state_dict() for d in self._datasets]
+        taken = list(self._taken)
         if self._rewinds != self._rewound():
             taken, found = [0] * len(taken), [d.start_state() for d in self._datasets]
         elif self._progress is not None:
             found = [d.state_of(at) for d, at in zip(self._datasets, self._progress, strict=True)]
+        else:
+            found = [d.state_dict() for d in self._datasets]
         return {"format": MIXED, "taken": taken, "datasets": found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
