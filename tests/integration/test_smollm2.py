@@ -73,6 +73,7 @@ def plan(rows: Path, output: Path, dtype: str) -> dict[str, Any]:
     return make_plan(config, lambda: read_rows(config.input)).to_dict()
 
 
+@pytest.mark.timeout(900)  # an engine, transformers and 400 steps of training, on two loaded cores
 @pytest.mark.parametrize(("dtype", "layer_limit", "norm_limit"), [("float32", 1e-3, 1e-3), ("bfloat16", 0.05, 0.08)])
 def test_stored_states_are_those_of_transformers(rows, smollm2_path, tmp_path, dtype, layer_limit, norm_limit):
     said = extract(rows, tmp_path / "run", dtype)
