@@ -18,7 +18,7 @@ from hsx_dist.format.description import ATTACHMENT_DTYPE, MAX_HEADER_BYTES, Segm
 from hsx_dist.format.header import parse_header
 from hsx_dist.format.loss import Loss
 from hsx_dist.page import CARRIER
-from hsx_dist.store.base import ObjectInfo
+from hsx_dist.store.base import ObjectInfo, coalesce
 
 
 class PartSource(Protocol):
@@ -206,6 +206,10 @@ class Part:
             states, (ids, *views) = self._read(i, layers, tokens, out, extra, empty)
             return Loaded(states, self._token_ids(i, ids), self._attached(i, names, views))
 
+    def fetch_bytes(self, i: int, layers: Sequence[int] | None, tokens: tuple[int, int]) -> int:
+        """Bytes that ``read`` fetches with these arguments, with gaps between layers. Makes no request."""
+        return sum(b - a for a, b in coalesce(self._wanted(i, _positions(self._info(i), layers), *tokens)[2]))
+
     def scan(self, i: int) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
         """Yield every chunk of segment ``i``, checked and decoded: position of the layer, states ``[rows, H]``
         (carrier)."""
@@ -256,6 +260,16 @@ class Part:
         start = self._begin(f"{i}.{k}") + sum(sizes[:first])
         return start, start + sum(sizes[first:last])
 
+    def _wanted(self, i: int, picks: Sequence[int], start: int, stop: int) -> tuple[int, int, list[tuple[int, int]]]:
+        """First and last chunk with tokens ``[start, stop)``, and the ranges to fetch for the layers ``picks``."""
+        c = self._info(i).chunk_tokens
+        first, last = start // c, -(-stop // c)
+        if start == stop or not picks:
+            last = first
+        if self.description.schema == "vllm":
+            return first, last, [self._row_range(i, first, last)]
+        return first, last, [self._layer_range(i, k, first, last) for k in picks]
+
     def _fetch(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Byte ranges of the data. Those within ``front``, which was fetched with the header, need no request."""
         front, shift = self._front, self.header_bytes
@@ -279,11 +293,7 @@ class Part:
         start, stop = (0, info.segment.num_tokens) if tokens is None else _span(tokens)
         if not 0 <= start <= stop <= info.segment.num_tokens:
             raise ConfigError(f"expected tokens within [0, {info.segment.num_tokens}), got [{start}, {stop})")
-        plain = self.description.schema == "vllm"
-        first, last = start // info.chunk_tokens, -(-stop // info.chunk_tokens)
-        if start == stop or not picks:
-            last = first
-        wanted = [self._row_range(i, first, last)] if plain else [self._layer_range(i, k, first, last) for k in picks]
+        first, last, wanted = self._wanted(i, picks, start, stop)
         views = self._fetch([*extra, *wanted])
         extras, views = views[: len(extra)], views[len(extra) :]
         shape = (stop - start, len(picks), info.hidden_size)
@@ -293,11 +303,13 @@ class Part:
             out = (empty or new_states)(shape, info.dtype)
         elif (out.shape, out.dtype) != (shape, CARRIER[info.dtype]):
             raise ValueError(f"out: expected {CARRIER[info.dtype]} {shape}, got {out.dtype} {out.shape}")
-        if plain:
+        if self.description.schema == "vllm":
             step = info.chunk_tokens * info.num_layers * info.row_bytes
+            whole = picks == list(range(info.num_layers))
             for c in range(first, last):
                 x = self._rows(i, c, views[0][(c - first) * step : (c - first + 1) * step])
-                _place(out, x if layers is None else x[:, picks], info.chunk_span(c), start, stop)
+                for to, rows in [(out, x)] if whole else ((out[:, at], x[:, k]) for at, k in enumerate(picks)):
+                    _place(to, rows, info.chunk_span(c), start, stop)
             return out, extras
         for at, (k, view) in enumerate(zip(picks, views, strict=True)):
             self._read_layer(i, k, (first, last), view, out[:, at], start)

@@ -18,6 +18,7 @@ from hsx_dist.page import token_hash
 
 #: Name of the attached array that marks the tokens that count in training.
 LOSS_MASK = "loss_mask"
+_ID_BYTES = 8
 _REPAIR = "Restore the part, or delete it and run the extraction again"
 
 
@@ -125,11 +126,12 @@ class SampleColumn:
 
     def load_bytes(self, layers: Sequence[int] | None, start: int, stop: int) -> int:
         """Maximum bytes of memory that ``load`` takes in addition to the states. Reads only headers."""
-        found = 0
+        found = ids = 0
         for i in self._within(start, stop):
-            s = self.segments[i].segment
-            found = max(found, _load_bytes(self.info(i), layers, max(start - s.start, 0), min(stop, s.stop) - s.start))
-        return found
+            s, (part, slot) = self.segments[i].segment, self.part(i)
+            found = max(found, _load_bytes(part, slot, layers, max(start - s.start, 0), min(stop, s.stop) - s.start))
+            ids += _ID_BYTES * s.num_tokens
+        return found + ids + _ID_BYTES * (stop - start)
 
     def _within(self, start: int, stop: int) -> list[int]:
         """Segments with tokens in ``[start, stop)``. Without any: the first. Its empty array has the right shape."""
@@ -159,26 +161,20 @@ class SampleColumn:
             )
 
 
-def _load_bytes(info: SegmentInfo, layers: Sequence[int] | None, start: int, stop: int) -> int:
-    """Bytes of memory to read tokens ``[start, stop)`` of a segment in addition to the states.
+def _load_bytes(part: Part, slot: int, layers: Sequence[int] | None, start: int, stop: int) -> int:
+    """Bytes of memory to read tokens ``[start, stop)`` of a segment in addition to the states and their ids.
 
-    They hold all token ids, the stored chunks, and values and codes of a chunk that is decoded whole.
+    They hold all stored ids, the fetched chunks, and values and codes of a chunk that is decoded whole.
     """
-    ids = 16 * info.segment.num_tokens
+    info = part.segments[slot]
+    ids = _ID_BYTES * info.segment.num_tokens
     if start >= stop:
         return ids
+    if layers is not None:
+        layers = [layer for layer in layers if layer in info.layer_ids]  # ``load`` raises for others
     rows = min(info.chunk_tokens, info.segment.num_tokens)
-    first, last = start // info.chunk_tokens, -(-stop // info.chunk_tokens)
-    picks: Sequence[int] = range(info.num_layers)
-    if layers is not None and info.layer_ids:
-        position = {layer: k for k, layer in enumerate(info.layer_ids)}
-        picks = [position[layer] for layer in layers if layer in position]
-    if info.sizes:
-        stored = sum(sum(info.sizes[k][first:last]) for k in picks)
-    else:
-        stored = len(picks) * (last - first) * rows * info.row_bytes
     is_whole = not start % info.chunk_tokens and (not stop % info.chunk_tokens or stop == info.segment.num_tokens)
-    return ids + stored + (1 if is_whole else 2) * rows * info.row_bytes
+    return ids + part.fetch_bytes(slot, layers, (start, stop)) + (1 if is_whole else 2) * rows * info.row_bytes
 
 
 def agrees(info: SegmentInfo, proof: SegmentProof) -> bool:
@@ -244,8 +240,9 @@ class PointColumns:
         self.stored = StoredPoint(first.layer_ids, width, heads, first.dtype)
 
     def load_bytes(self, layers: Sequence[int] | None, start: int, stop: int) -> int:
-        """As ``SampleColumn.load_bytes``: columns are read one after the other."""
-        return max(column.load_bytes(layers, start, stop) for column in self.columns)
+        """As ``SampleColumn.load_bytes``: columns are read one after the other, and keep their ids."""
+        ids = _ID_BYTES * (stop - start) * len(self.columns)
+        return max(column.load_bytes(layers, start, stop) for column in self.columns) + ids
 
     def load(
         self, layers: Sequence[int] | None, start: int, stop: int, *, masked: bool = False, empty: Empty | None = None

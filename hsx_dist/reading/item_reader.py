@@ -30,7 +30,7 @@ class ReadMemory(NamedTuple):
     Attributes:
         ahead: limit for the sum of ``ItemReader.nbytes`` of samples that are read ahead.
         chunks: what samples take beyond ``ItemReader.nbytes`` while they are read. A chunk is fetched and decoded
-            whole, also for one token. Receipts do not have the size of chunks.
+            whole, also for one token, and in schema ``vllm`` with all layers. Receipts do not have its size.
         empty: allocator for the states. ``None``: new memory.
     """
 
@@ -89,7 +89,7 @@ class ItemReader:
         raw, stored = record.raw_bytes, record.stored_bytes
         included = self.spec.state_bytes(self.run, record.key, record.num_tokens, raw) * max(1.0, stored / max(1, raw))
         span = self.spec.span(sample.num_tokens, sample.key, epoch)
-        return load_bytes(sample, self.spec.layers, span, self.spec.points) - int(included)
+        return load_bytes(sample, self.spec.layers, span, self.spec.points, self.spec.attached) - int(included)
 
     def nbytes(self, place: int) -> int:
         """``ItemSpec.nbytes`` of the sample at ``place``."""

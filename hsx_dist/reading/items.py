@@ -14,9 +14,11 @@ from hsx_dist.format.container_read import Empty
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.arrays import Framework, resolve_framework, to_ids
 from hsx_dist.reading.run import Run
-from hsx_dist.reading.sample import LOSS_MASK, Layers, Sample, Tokens, layers_of
+from hsx_dist.reading.sample import LOSS_MASK, Layers, Sample, Tokens, attached_of, layers_of
 from hsx_dist.reading.select import key_hash
 
+#: Bytes of a token's id and mask in an item.
+_TOKEN_BYTES = 9
 Crop = Literal["start", "end", "random"]
 
 
@@ -92,6 +94,16 @@ class ItemSpec:
         own = ("hidden_states", "layer_ids") if self.points is None else tuple(self.points)
         return ("input_ids", LOSS_MASK, "key", *own)
 
+    @property
+    def _extra(self) -> list[str]:
+        """Names of the attached arrays in an item, except the loss mask."""
+        return [name for name in self.rename if name not in self._names]
+
+    @property
+    def attached(self) -> list[str]:
+        """Names of all attached arrays that ``make`` loads if the sample has them."""
+        return self._extra + ([LOSS_MASK] if self.loss_mask != "off" else [])
+
     def check_layers(self, run: Run) -> None:
         """Raise ``ConfigError`` if the run lists its layers, and a requested layer is not in the list."""
         if self.points is not None:
@@ -132,14 +144,15 @@ class ItemSpec:
         return int(raw_bytes * share)
 
     def nbytes(self, run: Run, key: str, num_tokens: int, raw_bytes: int, stored_bytes: int) -> int:
-        """Maximum bytes of memory to fetch and decode a sample: the stored chunks, and the states.
+        """Maximum bytes of memory to fetch and decode a sample: the stored chunks, the states, the ids and the mask.
 
-        Computed from receipts only, without reading the part. Memory for the rest of a chunk that is read in part is
-        not included: ``ItemReader.make_of`` holds it.
+        Computed from receipts only, without reading the part. Memory for other fetched bytes is not included:
+        ``ItemReader.make_of`` holds it.
         """
         wide = 1 if self.framework != "numpy" else 2  # bf16 becomes float32
         states = self.state_bytes(run, key, num_tokens, raw_bytes)
-        return int(states * (wide + max(1.0, stored_bytes / max(1, raw_bytes))))
+        start, stop = self.span(num_tokens, key, 0)
+        return int(states * (wide + max(1.0, stored_bytes / max(1, raw_bytes)))) + _TOKEN_BYTES * (stop - start)
 
     def make(self, run: Run, sample: Sample, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
         """Make the item. ``empty``: as for ``Sample.load``.
@@ -164,15 +177,8 @@ class ItemSpec:
         item = {"input_ids": loaded["token_ids"], **own, "key": sample.key}
         if self.loss_mask != "off":
             item["loss_mask"] = self._mask(sample, loaded)
-        extra = [name for name in self.rename if name not in self._names]
-        attached = sample.attached() if extra else {}
-        for name in extra:
-            if name not in attached:
-                raise ConfigError(
-                    f"{sample.uri}: expected an attached array {name!r} of {sample.key!r}, got only "
-                    f"{sorted(attached)}. Correct rename"
-                )
-            item[name] = to_ids(attached[name], self.framework)
+        for name, array in attached_of(sample, self._extra).items():
+            item[name] = to_ids(array, self.framework)
         return {self.rename.get(name, name) or name: v for name, v in item.items() if self.rename.get(name, name)}
 
     def _mask(self, sample: Sample, loaded: Mapping[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -376,15 +376,37 @@ class Sample:
 
 
 def load_bytes(
-    sample: Sample, layers: Layers | None, tokens: Tokens | None, points: Sequence[str] | None = None
+    sample: Sample,
+    layers: Layers | None,
+    tokens: Tokens | None,
+    points: Sequence[str] | None = None,
+    arrays: Collection[str] = (),
 ) -> int:
     """Maximum bytes of memory that ``sample.load`` takes in addition to the states. Reads only headers.
 
-    A range within a chunk takes the whole chunk. Arguments and errors: as ``Sample.load``.
+    A range within a chunk takes the whole chunk. ``arrays``: names of attached arrays that are loaded too, also the
+    loss mask. They are loaded whole. Arguments and errors: as ``Sample.load``.
     """
     start, stop = sample.span(tokens)
     names = [HIDDEN_STATES] if points is None else points
-    return max(sample._point(name).load_bytes(layers_of(layers, name), start, stop) for name in names)
+    found = max(sample._point(name).load_bytes(layers_of(layers, name), start, stop) for name in names)
+    attached = sample._columns[0].first.attached
+    nbytes = sum(2 * attached[name].nbytes for name in arrays if name in attached)  # fetched and copied
+    masks = 9 * sample.num_tokens if LOSS_MASK in arrays and LOSS_MASK in attached else 0  # bool and int64
+    return found + nbytes + masks
+
+
+def attached_of(sample: Sample, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+    """As ``sample.attached()``, only these arrays. ``ConfigError``: the sample lacks one."""
+    part, slot = sample._columns[0].part(0)
+    stored = part.attached_names(slot)
+    for name in names:
+        if name not in stored:
+            raise ConfigError(
+                f"{sample.uri}: expected an attached array {name!r} of {sample.key!r}, got only {sorted(stored)}. "
+                "Correct rename"
+            )
+    return part.attached(slot, names) if names else {}
 
 
 def layers_of(layers: Layers | None, point: str) -> Sequence[int] | None:

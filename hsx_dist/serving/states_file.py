@@ -93,11 +93,18 @@ class StatesFile:
         self.front_bytes = len(self._front)
         self.size = self.front_bytes + (self._stop - self._start) * row_bytes
         chunk = sample.chunk_tokens
-        self._step = max(chunk, PIECE_BYTES // max(row_bytes, 1) // chunk * chunk)
-        reads = [load_bytes(sample, wanted.layers, span, [s.name]) for s in self._states for span in self._spans()]
+        begin = self._start // chunk * chunk
+        a, b = ((begin, begin), (begin, begin + chunk))  # no tokens take only memory for ids
+        fetched = max((self._load_bytes(name, b) - self._load_bytes(name, a) for name in names), default=0)
+        # Schema ``vllm`` stores all layers of a token together.
+        self._step = max(chunk, PIECE_BYTES // max(row_bytes, fetched // chunk, 1) // chunk * chunk)
+        reads = [self._load_bytes(name, span) for name in names for span in self._spans()]
         piece = min(self._step, self._stop - self._start) * row_bytes + max(reads, default=0)
         # The allocator keeps as much again (measured: 28 MB for a piece of 8 MB).
         self.loading_bytes = 2 * piece + _DECODED * len(meta)
+
+    def _load_bytes(self, name: str, span: tuple[int, int]) -> int:
+        return load_bytes(self._sample, self._layers, span, [name])
 
     def _describe(self, name: str) -> _States:
         states, _ = self._sample.load_carrier(self._layers, (0, 0), name)  # no tokens: checks and the shape

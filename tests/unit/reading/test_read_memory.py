@@ -1,0 +1,109 @@
+"""What readers count before they read a sample is at least the memory that reading takes."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hsx_dist.format.codecs import Codec, NoneCodec, SplitCodec
+from hsx_dist.reading import Run
+from hsx_dist.reading.item_reader import ItemReader
+from hsx_dist.reading.items import ItemSpec
+from hsx_dist.reading.sample import load_bytes
+from hsx_dist.serving.states_file import PIECE_BYTES, Range, StatesFile
+from hsx_dist.testing.samples import RandomSample, random_sample
+from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import store_run
+
+#: Objects of Python, a codec's buffers, and messages.
+SLACK = 1 << 18
+LAYERS, TOKENS, HIDDEN = 8, 2048, 256
+
+
+def arrays(sample: RandomSample) -> dict[str, np.ndarray[Any, Any]]:
+    n = len(sample.token_ids)
+    return {"loss_mask": np.ones(n, np.int64), "label": np.ones(1 << 18, np.int32), "other": np.ones(1 << 20, np.int32)}
+
+
+def run_of(codec: Codec, per_part: int, chunk_tokens: int, *, hidden: int = HIDDEN, layers: int = LAYERS) -> Run:
+    store = MemoryStore()  # copies fetched bytes
+    made = [
+        random_sample(f"s{i}", TOKENS, layer_ids=range(layers), hidden_size=hidden, seed=i, odd=False,
+                      chunk_tokens=chunk_tokens)
+        for i in range(2)
+    ]  # fmt: skip
+    store_run(store, made, per_part=per_part, codec=codec, attached=arrays)
+    run = Run(store)
+    _ = [sample.meta for sample in run]  # headers are read and kept
+    return run
+
+
+def taken(read: Any) -> int:
+    """The most bytes that ``read`` allocates at once."""
+    read()
+    tracemalloc.start()
+    try:
+        read()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("tokens", [None, (0, 1), (100, 1100)])
+@pytest.mark.parametrize("layers", [None, [3], [5, 1, 2]])
+@pytest.mark.parametrize("chunk_tokens", [64, 4096])
+@pytest.mark.parametrize(("codec", "per_part", "schema"), [
+    (NoneCodec(), 1, "vllm"), (NoneCodec(), 2, "segments"), (SplitCodec(), 1, "segments"),
+])  # fmt: skip
+def test_the_memory_of_a_read_is_counted(
+    codec: Codec,
+    per_part: int,
+    schema: str,
+    chunk_tokens: int,
+    layers: list[int] | None,
+    tokens: tuple[int, int] | None,
+) -> None:
+    run = run_of(codec, per_part, chunk_tokens)
+    sample = run.at(0)
+    assert run.open_part(sample._segments[0].part).description.schema == schema
+    n, several = TOKENS if tokens is None else tokens[1] - tokens[0], LAYERS if layers is None else len(layers)
+    states = n * several * HIDDEN * 2
+
+    def read() -> Any:
+        return sample.load(layers, tokens)
+
+    assert taken(read) <= states + load_bytes(sample, layers, tokens, arrays=["loss_mask"]) + SLACK
+
+
+@pytest.mark.parametrize("spec", [
+    ItemSpec(layers=[3], framework="torch"),
+    ItemSpec(layers=[3], framework="torch", max_tokens=1),
+    ItemSpec(layers=[3], framework="torch", max_tokens=1, loss_mask="off", rename={"label": "label"}),
+    ItemSpec(layers=[3], framework="numpy"),
+])  # fmt: skip
+@pytest.mark.parametrize("hidden", [HIDDEN, 1])
+def test_the_memory_of_an_item_is_counted(spec: ItemSpec, hidden: int) -> None:
+    """Rows of one element take less memory than the ids of their tokens."""
+    reader = ItemReader(run_of(NoneCodec(), 1, 64, hidden=hidden), spec, None, None, 0)
+    record = reader.selection.run_index[0]
+    counted = reader.nbytes(0) + max(0, reader._beyond(record, reader.run.sample_of(record), 0))
+    assert taken(lambda: reader.make(0, 0)) <= counted + SLACK
+
+
+def test_only_the_named_arrays_are_loaded() -> None:
+    """``other`` has 4 MiB."""
+    spec = ItemSpec(layers=[3], max_tokens=1, loss_mask="off", rename={"label": "label"})
+    reader = ItemReader(run_of(SplitCodec(), 1, 64), spec, None, None, 0)
+    assert taken(lambda: reader.make(0, 0)) < 4 << 20
+
+
+def test_an_answer_of_one_layer_reads_small_pieces_of_a_part_with_all_layers() -> None:
+    sample = run_of(NoneCodec(), 1, 64, hidden=1024, layers=16).at(0)
+    file = StatesFile(sample, Range(layers=(3,)))
+    assert file.loading_bytes <= 4 * PIECE_BYTES
+    body = b"".join(bytes(file.piece(i)) for i in range(len(file)))
+    assert len(body) == file.size
+    assert taken(lambda: file.piece(1)) <= file.loading_bytes
