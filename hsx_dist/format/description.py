@@ -218,7 +218,7 @@ class Description:
         ``num_tensors``: tensors in the header's table. A description with more is refused before it allocates an object
         for each.
         """
-        body = parse_description(text)
+        body = parse_description(text, num_tensors)
         about = _get(body, "about", dict)
         check_depth([about, _get(body, "codec", dict)], "the description")
         codec = codec_from_dict(body["codec"])

@@ -13,6 +13,8 @@ from hsx_dist.format.json_objects import check_containers, check_depth, json_dec
 
 #: The most lists and objects in one member, or in one segment. 64 KiB of metadata have at most 32,768.
 MOST_CONTAINERS = 100_000
+#: The most members of a description. Readers know six, and ignore others.
+MOST_MEMBERS = 1_000
 #: Characters that cannot hold as many. Nearly all segments are shorter.
 _WINDOW = 1 << 16
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -47,11 +49,14 @@ def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def parse_description(text: str) -> dict[str, Any]:
+def parse_description(text: str, num_tensors: int | None = None) -> dict[str, Any]:
     """The JSON object in ``text``. In each of its ``segments``, ``meta`` is a ``StoredMeta``.
 
+    ``num_tensors``: tensors in the header's table. Each segment has at least one.
+
     Raises:
-        FormatError: it is not an object as ``parse_json`` accepts, or has too many or too deep lists and objects.
+        FormatError: it is not an object as ``parse_json`` accepts, or has too many members or segments, or too many or
+            too deep lists and objects.
     """
     with json_errors():
         decode: _Decode = json_decoder(floats=True).raw_decode
@@ -64,9 +69,11 @@ def parse_description(text: str) -> dict[str, Any]:
             name, at = decode(text, at) if text[at : at + 1] == '"' else (None, at)
             if name is None or name in body:
                 raise FormatError(f"expected JSON with each name once, got {str(name)[:40]!a} at character {at}")
+            if len(body) == MOST_MEMBERS:
+                raise FormatError(f"expected at most {MOST_MEMBERS} members, got more")
             at = _after(text, at, ":")
             if name == "segments" and text[at : at + 1] == "[":
-                body[name], at = _segments(text, at, decode)
+                body[name], at = _segments(text, at, decode, num_tensors)
             else:
                 body[name], at = decode(text, at)
             at, more = _next(text, at, "}")
@@ -75,12 +82,14 @@ def parse_description(text: str) -> dict[str, Any]:
     return body
 
 
-def _segments(text: str, at: int, decode: _Decode) -> tuple[list[Any], int]:
+def _segments(text: str, at: int, decode: _Decode, num_tensors: int | None) -> tuple[list[Any], int]:
     """The segments in the list at ``at``, and the place after the list."""
     found: list[Any] = []
     at = _after(text, at, "[")
     more = text[at : at + 1] != "]"
     while more:
+        if len(found) == num_tensors:  # before the others are parsed: millions take seconds
+            raise FormatError(f"segments: expected {num_tensors} tensors, as in the header, got more segments")
         item, at = decode(text, at)
         if isinstance(item, dict) and isinstance(item.get("meta"), dict):
             check_depth(item["meta"], "the description: meta")

@@ -15,7 +15,7 @@ from hsx_dist.errors import FormatError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.codecs import SplitCodec
 from hsx_dist.format.container import Part, SegmentEncoder, build_part
-from hsx_dist.format.description_text import MOST_CONTAINERS, parse_description
+from hsx_dist.format.description_text import MOST_CONTAINERS, MOST_MEMBERS, parse_description
 from hsx_dist.format.header import parse_header
 from hsx_dist.format.json_objects import check_containers
 from hsx_dist.testing.samples import random_sample
@@ -124,3 +124,23 @@ def test_a_description_is_parsed_as_json(text: str) -> None:
 def test_other_texts_are_format_errors(text: str) -> None:
     with pytest.raises(FormatError):
         parse_description(text)
+
+
+def test_segments_beyond_the_number_of_tensors_are_not_parsed() -> None:
+    """Parsed, a million empty segments take seconds and a hundred megabytes."""
+    text = f'{{"codec":{{"name":"none"}},"schema":"segments","segments":[{",".join(["{}"] * 1_000_000)}]}}'
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match="expected 4 tensors, as in the header"):
+            parse_description(text, 4)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_description_has_a_bounded_number_of_members() -> None:
+    members = [f'"{i}":0' for i in range(MOST_MEMBERS)]
+    assert len(parse_description(f"{{{','.join(members)}}}")) == MOST_MEMBERS
+    members.append('"more":0')
+    with pytest.raises(FormatError, match=f"at most {MOST_MEMBERS} members"):
+        parse_description(f"{{{','.join(members)}}}")
