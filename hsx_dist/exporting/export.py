@@ -112,8 +112,8 @@ def export_run(
         prefetch_bytes: as for ``HiddenStatesDataset``.
 
     Raises:
-        ConfigError: no such exporter; the run lacks hidden states or layers that the trainer needs; ``dest`` holds
-            another export.
+        ConfigError: no such exporter; the run lacks hidden states or layers that the trainer needs; ``dest`` has
+            another export or other files of the same names, or ignores their case.
         RunError: the run was removed during the export.
         FormatError, StoreError: errors of reading; OSError: errors of writing.
 
@@ -133,8 +133,10 @@ def export_run(
     exporter = kind(run, options)
     for place in range(min(1, len(run))):  # before ``dest`` is claimed; other samples are checked when they are read
         _check_tokens(run, place, exporter)
-    _claim(folder, _statement_of(run, to, exporter), run.place)
     firsts = range(0, len(run), exporter.per_file)
+    _check_foreign(folder, (folder / exporter.file(first) for first in firsts))
+    _claim(folder, _statement_of(run, to, exporter), run.place)
+    _check_names(folder, (exporter.file(first) for first in firsts))
     own = {first: folder / exporter.file(first) for first in firsts[shard::shards]}
     todo = [first for first, path in own.items() if not _is_done(path)]
     with run.place.reading():
@@ -185,6 +187,30 @@ def _statement_of(run: Run, to: str, exporter: Exporter) -> dict[str, Any]:
         "layer_ids": LAYER_IDS,
         **exporter.statement(),
     }
+
+
+def _check_foreign(folder: Path, paths: Iterable[Path]) -> None:
+    """Raise ``ConfigError`` if a file of the export exists without ``export.json``, which an export writes first."""
+    statement = folder / _STATEMENT
+    found = None if statement.exists() else next((path for path in paths if _is_done(path)), None)
+    if found is not None and not statement.exists():  # again: another shard may have written both
+        raise ConfigError(
+            f"{folder}: expected an empty folder or an export with {_STATEMENT}, got {found.name} of another program, "
+            f"or of an export without {_STATEMENT}. Choose another destination"
+        )
+
+
+def _check_names(folder: Path, names: Iterable[str]) -> None:
+    """Raise ``ConfigError`` if the disk of ``folder``, which has ``export.json``, would store two files as one."""
+    if not (folder / _STATEMENT.upper()).exists():
+        return
+    seen: dict[str, str] = {}
+    for name in names:
+        if (other := seen.setdefault(name.casefold(), name)) != name:
+            raise ConfigError(
+                f"{folder}: expected a disk that distinguishes case, got {other!r} and {name!r} as one file. "
+                "Choose a destination on another disk"
+            )
 
 
 def _claim(folder: Path, statement: dict[str, Any], place: Place) -> None:

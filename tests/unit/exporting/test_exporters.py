@@ -28,7 +28,7 @@ from hsx_dist.format.runs import load_manifest
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.model_parts.model_end import ModelEnd
 from hsx_dist.models.tiny import tiny_llama
-from hsx_dist.page import token_hash
+from hsx_dist.page import object_name, token_hash
 from hsx_dist.reading import Run
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.store import open_store
@@ -414,6 +414,31 @@ def test_an_export_goes_on_and_refuses_another_in_its_place(run: Run, tmp_path: 
     assert export_run(run, "vllm", tmp_path).written == 0
     with pytest.raises(ConfigError, match="layers"):
         export_run(run, "vllm", tmp_path, ExportOptions(aux_layers=(2,)))
+
+
+@pytest.mark.parametrize("suffix", ["", ".left-out"])
+def test_files_without_a_statement_are_not_counted_as_done(run: Run, tmp_path: Path, suffix: str) -> None:
+    name = f"{object_name(run.keys()[1])}.safetensors"
+    foreign = tmp_path / f"{name}{suffix}"
+    foreign.write_bytes(b"other")
+    with pytest.raises(ConfigError, match=f"got {name}"):
+        export_run(run, "vllm", tmp_path)
+    assert list(tmp_path.iterdir()) == [foreign]
+    foreign.unlink()
+    (tmp_path / "notes.txt").touch()  # files of other names are no part of an export
+    for shard in range(2):
+        assert export_run(run, "vllm", tmp_path, shard=shard, shards=2).finished == (shard == 1)
+
+
+def test_keys_that_differ_in_case_are_refused_on_a_disk_that_stores_them_as_one_file(tmp_path: Path) -> None:
+    store_run(open_store(str(tmp_path / "run")), [random_sample(key, 3, seed=i) for i, key in enumerate("aAb")])
+    run = open_run(str(tmp_path / "run"))
+    assert export_run(run, "vllm", tmp_path / "dest").written == 3
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "EXPORT.JSON").touch()  # such a disk has this name too
+    with pytest.raises(ConfigError, match=r"distinguishes case, got 'a.safetensors' and 'A.safetensors'"):
+        export_run(run, "vllm", other)
 
 
 @pytest.mark.parametrize("to", ["specforge-eagle3", "specforge-dspark", "modelopt", "topk-logprobs"])
