@@ -17,7 +17,8 @@ _START_BITS = 41
 class Copies:
     """The segments of one key. ``added``: for the caller's use, how many segments of its list were added.
 
-    A segment takes about 150 bytes: a receipt of a few KiB, compressed, may have a million segments of one key.
+    A segment takes about 150 bytes, and about 1.1 KB if no other segment has its identity. A receipt of a few KiB,
+    compressed, may have a million segments of one key and identity. Different hashes make it larger.
     """
 
     def __init__(self, place_of: PlaceOf, end_of: EndOf) -> None:
