@@ -377,7 +377,7 @@ def compared_form(value: Any, name: str = "", *, within: bool = False) -> Any:
     """Return a copy of nested settings in which each text that looks like a credential is replaced by a hash.
 
     Equal values have equal copies, and other values have other copies. The hash has 32 bits, too few to compute a
-    credential from. Numbers stay, because models have settings such as ``num_key_value_heads``.
+    random credential from. Numbers stay, because models have settings such as ``num_key_value_heads``.
     """
     if isinstance(value, Mapping):
         within = within or looks_secret(name)

@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import os
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting.base import LAYER_IDS, Exporter, ExportOptions, SampleLeftOut, require_hidden_states
@@ -232,17 +232,21 @@ def _claim(folder: Path, statement: dict[str, Any], place: Place) -> None:
             ) from None
 
 
+def _unfinished(path: Path) -> Path:
+    """Create an empty file next to ``path``, with the process's default permissions."""
+    temporary = path.with_name(f"{_UNFINISHED}{uuid4().hex}{path.suffix}")
+    temporary.touch(exist_ok=False)
+    return temporary
+
+
 def _create(path: Path, text: str) -> None:
     """Create the file together with its content. Raises ``FileExistsError`` if it exists.
 
     A process that was killed between the two would leave an empty file, which later calls refuse.
     """
-    handle, name = tempfile.mkstemp(prefix=_UNFINISHED, suffix=path.suffix, dir=path.parent)
-    temporary = Path(name)
+    temporary = _unfinished(path)
     try:
-        with os.fdopen(handle, "w") as f:
-            f.write(text)
-        temporary.chmod(0o644)
+        temporary.write_text(text)
         try:
             path.hardlink_to(temporary)
         except FileExistsError:
@@ -344,9 +348,7 @@ def _is_done(path: Path) -> bool:
 
 def _write_whole(exporter: Exporter, items: Iterable[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=_UNFINISHED, suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = _unfinished(path)
     try:
         try:
             exporter.write(items, temporary)
@@ -356,7 +358,6 @@ def _write_whole(exporter: Exporter, items: Iterable[dict[str, Any]], path: Path
             temporary.write_text(f"{e}\n")
             path = _left_out(path)
         try:
-            temporary.chmod(0o644)
             temporary.replace(path)
         except FileNotFoundError:
             if not _is_done(path):  # another process wrote it, finished the export and removed unfinished files

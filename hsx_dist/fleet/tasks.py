@@ -71,7 +71,7 @@ class EngineSpec:
     #: Base of the sampling seeds, the same in every attempt of a run. A row's seed is derived from this seed and the
     #: row's key. Empty: vLLM chooses the seeds.
     seed: str = ""
-    #: ``models.weights.folder_weights`` of the model's and the tokenizer's folder on the driver's machine, by path.
+    #: ``models.weights.folder_weights`` of the model's folders on the driver's machine, by path.
     files: Mapping[str, str] = field(default_factory=dict)
     #: ``tokenizer_hash`` and ``template_hash`` on the driver's machine. None: not compared.
     tokenizer: tuple[str, str | None] | None = None

@@ -31,7 +31,7 @@ from hsx_dist.store import Store
 def open_or_start_run(config: ExtractConfig, root: Store, meaning: dict[str, Any]) -> tuple[Place, Manifest]:
     """Open the run at the output, or start one. Returns the run and its manifest.
 
-    ``config``: with ``revision`` as the user wrote it. ``meaning``: ``run_meaning``.
+    ``config``: with the revisions as the user wrote them. ``meaning``: ``run_meaning``.
 
     Raises:
         RunMismatch: the stored run has other settings, or ``resume`` forbids to start or to continue a run.
@@ -57,7 +57,7 @@ def open_or_start_run(config: ExtractConfig, root: Store, meaning: dict[str, Any
             f"resume: expected no run at {root.url} for resume=never, got one. Choose another output, or set "
             "resume=allow"
         )
-    differ = differences(place.info, meaning, config.revision)
+    differ = differences(place.info, meaning, config.meaning())
     if differ:
         lines = "; ".join(f"{name}={has!r} (stored: {had!r})" for name, had, has in differ)
         raise RunMismatch(

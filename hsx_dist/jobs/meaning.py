@@ -12,11 +12,11 @@ from hsx_dist.config.secrets import HIDDEN
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.jobs.capture import capture_of_run
-from hsx_dist.jobs.preflight import Model
+from hsx_dist.jobs.preflight import Model, argument_folders
 
 _NOT_SET = "(not set)"
 #: Members that earlier versions did not record.
-_NEW = ("weights", "tokenizer_files", "codec")
+_NEW = ("weights", "folders", "codec")
 
 
 def run_meaning(config: ExtractConfig, model: Model) -> dict[str, Any]:
@@ -26,13 +26,13 @@ def run_meaning(config: ExtractConfig, model: Model) -> dict[str, Any]:
         ConfigError: JSON cannot hold a setting.
     """
     capture = capture_of_run(config, model.rows)
-    tokenizer = [found for path, found in model.files.items() if path != model.path]
+    folders = {name: model.files[path] for name, path in argument_folders(config).items()}
     meaning = {
         **config.meaning(),
         "layers": list(model.layers),
         **({} if capture is None else {"source": "taps", "capture": capture}),
         "weights": model.weights,
-        **({"tokenizer_files": tokenizer[0]} if tokenizer else {}),
+        **({"folders": folders} if folders else {}),
         **({"codec": config.codec} if resolve_codec(config.codec).lossy else {}),
         "tokenizer_sha256": model.tokenizer_sha256,
         "chat_template_sha256": model.chat_template_sha256,
@@ -44,20 +44,20 @@ def run_meaning(config: ExtractConfig, model: Model) -> dict[str, Any]:
 
 
 def differences(
-    info: Mapping[str, Any], meaning: Mapping[str, Any], revision: str | None
+    info: Mapping[str, Any], meaning: Mapping[str, Any], written: Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
     """Return the settings in which a stored run differs: name (``input.text``), stored and present value.
 
     Args:
         info: the stored ``run.json``.
         meaning: ``run_meaning`` of the present configuration.
-        revision: as the user wrote it.
+        written: ``ExtractConfig.meaning`` as the user wrote it, without commits.
     """
     before, now = dict(info.get("meaning") or {}), dict(meaning)
     if old := "weights" not in before:
         # Earlier versions recorded the revision as written and fewer engine arguments, and hid more values.
         now = {name: value for name, value in now.items() if name not in _NEW}
-        now["revision"] = revision
+        now |= {name: written[name] for name in ("revision", "engine_kwargs") if name in now and name in written}
         used = {**_engine_kwargs(info.get("settings")), **_engine_kwargs(before)}
         if used:
             before["engine_kwargs"] = engine_meaning(used)

@@ -11,6 +11,7 @@ from typing import Any
 
 import hsx_dist
 from hsx_dist.config import ExtractConfig, public_url
+from hsx_dist.config.engine_arguments import engine_meaning
 from hsx_dist.connector.versions import OLDEST as VLLM_OLDEST
 from hsx_dist.connector.versions import TESTED as VLLM_TESTED
 from hsx_dist.errors import ConfigError, StoreError
@@ -49,7 +50,7 @@ class Model:
     tokenizer_sha256: str
     #: SHA-256 of the template that renders chats. None if there is none.
     chat_template_sha256: str | None = None
-    #: Hash (``models.weights.folder_weights``) of the model's folder and of another folder of the tokenizer, by path. A
+    #: Hash (``models.weights.folder_weights``) of the model's folder and of folders in engine arguments, by path. A
     #: model of the hub has none: its revision is a commit.
     files: Mapping[str, str] = field(default_factory=dict)
 
@@ -111,19 +112,32 @@ def check_versions(packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def pin_revision(config: ExtractConfig) -> ExtractConfig:
-    """Replace ``revision`` by its commit, so that all replicas load the same weights while a branch moves.
+    """Replace the revisions of model and tokenizer by their commits, so that all replicas load the same files.
 
-    Returns the same configuration for a folder.
+    A branch of the hub may move. Folders have no revision.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: there is no such model or tokenizer.
     """
-    path = resolve_model(config.model)
-    if Path(path).is_dir():
-        return config
-    _load_config(config, path)
-    commit = hub_commit(path, config.revision)
-    return config.model_copy(update={"revision": commit}) if commit else config
+    from hsx_dist.inputs.encode import load_tokenizer
+
+    path, kwargs = resolve_model(config.model), config.engine_kwargs
+    if not Path(path).is_dir():
+        _load_config(config, path)
+        if commit := hub_commit(path, config.revision):
+            config = config.model_copy(update={"revision": commit})
+    tokenizer = kwargs.get("tokenizer")
+    if isinstance(tokenizer, str) and not Path(tokenizer).is_dir():
+        load_tokenizer(path, revision=config.revision, engine_kwargs=kwargs)
+        if commit := hub_commit(tokenizer, kwargs.get("tokenizer_revision"), "tokenizer_config.json"):
+            config = config.model_copy(update={"engine_kwargs": {**kwargs, "tokenizer_revision": commit}})
+    return config
+
+
+def argument_folders(config: ExtractConfig) -> dict[str, str]:
+    """The engine arguments that name a folder with files of the model, such as ``tokenizer``: name to folder."""
+    given = engine_meaning(config.engine_kwargs).items()
+    return {name: value for name, value in given if isinstance(value, str) and Path(value).is_dir()}
 
 
 def examine_model(config: ExtractConfig) -> Model:
@@ -150,7 +164,7 @@ def examine_model(config: ExtractConfig) -> Model:
         max_tokens=limit - 1,  # vLLM refuses a prompt of max_model_len: there would be no room for an answer
         tokenizer_sha256=tokenizer_hash(tokenizer),
         chat_template_sha256=template_hash(tokenizer),
-        files={p: found for p in (path, str(config.engine_kwargs.get("tokenizer"))) if (found := folder_weights(p))},
+        files={p: found for p in (path, *argument_folders(config).values()) if (found := folder_weights(p))},
     )
     ranks = whole_number(config, "tensor_parallel_size", 1)
     block = whole_number(config, "block_size", BLOCK_TOKENS) * column_bytes(rows, ranks)

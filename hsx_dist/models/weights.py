@@ -11,10 +11,12 @@ from hsx_dist.errors import ConfigError
 
 #: Weights, the code that ``trust_remote_code`` runs, and configurations. Others, such as a trainer's state, may change.
 _FILE = re.compile(
-    r".*\.(safetensors|bin|pt|pth|gguf|py|index\.json)"
+    r".*\.(safetensors|gguf|py|index\.json)"
     r"|((hf_)?quant_|quantize_|generation_|tokenizer_|([a-z]+_)*(pre)?processor_)?config\.json"
     r"|(params|special_tokens_map|added_tokens)\.json"
 )
+#: Pickled weights, which vLLM loads if there are no others, without a trainer's state.
+_PICKLED = re.compile(r"(?!optimizer|scheduler|rng_state|training_args|scaler).*\.(bin|pt|pth)")
 _BLOCK, _BLOCKS = 4096, 64
 
 
@@ -35,8 +37,10 @@ def folder_weights(model: str) -> str | None:
         return None
     digest = hashlib.sha256()
     try:
-        for path in sorted(folder.iterdir()):
-            if _FILE.fullmatch(path.name) and path.is_file():
+        paths = sorted(path for path in folder.iterdir() if path.is_file())
+        pickled = not any(path.suffix == ".safetensors" for path in paths)
+        for path in paths:
+            if _FILE.fullmatch(path.name) or (pickled and _PICKLED.fullmatch(path.name)):
                 with path.open("rb") as f:
                     size = f.seek(0, os.SEEK_END)
                     digest.update(f"{path.name!a} {size}\n".encode())
@@ -50,12 +54,12 @@ def folder_weights(model: str) -> str | None:
     return digest.hexdigest()
 
 
-def hub_commit(model: str, revision: str | None) -> str | None:
-    """Return the commit of the hub's model whose ``config.json`` was loaded last. None if the cache has none."""
+def hub_commit(model: str, revision: str | None, file: str = "config.json") -> str | None:
+    """Return the commit of the hub's repository whose ``file`` was loaded last. None if the cache has none."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        found = try_to_load_from_cache(model, file, revision=revision)
     except ValueError:  # no id of the hub
         return None
     return Path(found).parent.name if isinstance(found, str) else None

@@ -10,7 +10,7 @@ import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,7 @@ from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleConsumed
 from hsx_dist.format.manifest import SampleRecord
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
-from hsx_dist.reading.follow import FOLLOWED_MEMBERS, Follower, has_position
+from hsx_dist.reading.follow import FOLLOWED_MEMBERS, Follower, Iteration, has_position, require_followable
 from hsx_dist.reading.item_reader import ItemReader, Source
 from hsx_dist.reading.items import ItemSpec, require_positive
 from hsx_dist.reading.order import EpochPosition, canonical_order, check_state, fingerprint, require_run, restore
@@ -26,7 +26,6 @@ from hsx_dist.reading.prefetch import read_ahead
 from hsx_dist.reading.retention import rank_of
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Layers, layers_of
-from hsx_dist.reading.select import Selection
 from hsx_dist.reading.world import SharedEpoch, world_of
 
 if importlib.util.find_spec("torch") is not None:
@@ -47,24 +46,6 @@ log = get_logger(__name__)
 _BAD = (FormatError, NotFound, SampleConsumed)
 #: Number of skipped samples that are logged. `skipped` counts all.
 _LOGGED = 10
-
-
-def _require_followable(source: Source, shuffle: bool, repeat: bool) -> None:
-    if shuffle or repeat:
-        raise ConfigError(
-            f"follow: expected shuffle=False and repeat=False, got {shuffle} and {repeat}. Samples are yielded in the "
-            "order in which they are proven"
-        )
-    if isinstance(source, Selection):
-        raise ConfigError("follow: expected a run, got a Selection, which has no later samples. Pass its run")
-
-
-@dataclass(slots=True)
-class Iteration:
-    """Position of an iteration after its last item. ``ended``: the iteration has raised ``StopIteration``."""
-
-    at: EpochPosition | Follower
-    ended: bool = False
 
 
 class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
@@ -153,7 +134,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         if shuffle:
             require_positive(0, seed=seed)
         if follow:
-            _require_followable(source, shuffle, repeat)
+            require_followable(source, shuffle, repeat)
         self._reader = ItemReader(source, spec, storage_options, cache_dir, cache_bytes)
         self._shuffle, self._buffer, self._seed = shuffle, shuffle_buffer, seed
         self._rank, self._world = world_of(rank, world_size)
@@ -242,14 +223,14 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         return len(range(self._rank, len(self._reader.selection), self._world))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self._recorded(*self.begin())
+        return self._recorded(*self.begin(), self.rewinds)
 
     def begin(self) -> tuple[Iterator[dict[str, Any]], Iteration]:
         """Begin an iteration. Return its items and its progress.
 
         The progress is that of the new iteration from now on. A loader saves states before an iteration's first item.
         """
-        resume = self._resume
+        resume = None if self._resume is None or self.outdated(self._resume) else self._resume
         progress = Iteration(self._position(resume))
         if resume is not None:
             self.skipped = resume.get("skipped", self.skipped)
@@ -258,7 +239,13 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             return self._followed(progress, progress.at), progress
         return self._ordered(progress, progress.at), progress
 
-    def _recorded(self, items: Iterator[dict[str, Any]], progress: Iteration) -> Iterator[dict[str, Any]]:
+    def outdated(self, state: Mapping[str, Any]) -> bool:
+        """Whether ``set_epoch`` asked for a later epoch than that of ``state``. Loaders load states after that call."""
+        return self._follow is None and self._epoch.asked() > state["epoch"]
+
+    def _recorded(self, items: Iterator[dict[str, Any]], progress: Iteration, rewinds: int) -> Iterator[dict[str, Any]]:
+        if rewinds != self.rewinds:  # ``set_epoch`` was called before the first item
+            items, progress = self.begin()
         for item in items:
             self._progress = progress  # also if ``set_epoch`` was called during the iteration
             yield item
@@ -386,12 +373,20 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             >>> state["epoch"], state["taken"]
             (1, 1)
         """
-        if self._resume is not None:  # loaded, and iteration has not started since
-            if self._follow is not None or self._resume["taken"]:
-                return dict(self._resume)
-            shards, shard = self._shards()  # a merged state has no shard and could not be merged again
-            return {**self._resume, "shards": shards, "shard": shard}
-        return self.start_state() if self._progress is None else self.state_of(self._progress)
+        if self._progress is None or self._resume is not None:
+            return self.next_state()
+        return self.state_of(self._progress)
+
+    def next_state(self) -> dict[str, Any]:
+        """The state of the next iteration, which a loaded state may have moved."""
+        return self.start_state() if self._resume is None else self.loaded_state(self._resume)
+
+    def loaded_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A loaded state with this process's shard. A merged state has none, and could not be merged again."""
+        if self._follow is not None or state["taken"]:
+            return dict(state)
+        shards, shard = self._shards()
+        return {**state, "shards": shards, "shard": shard}
 
     def start_state(self) -> dict[str, Any]:
         """The state before the first sample of the current epoch."""

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.reading.datasets import HiddenStatesDataset, Iteration
+from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.follow import Iteration
 
 if importlib.util.find_spec("torch") is not None:
     from torch.utils.data import IterableDataset
@@ -45,6 +46,10 @@ def require_tokens(dataset: HiddenStatesDataset, idle: int) -> None:
         )
 
 
+#: Items, progress and position of an iteration.
+_Begun = tuple[Iterator[dict[str, Any]], Iteration, Mapping[str, Any]]
+
+
 class DerivedDataset(IterableDataset):  # type: ignore[misc, valid-type]
     """A data set over another one. Its position is right at any moment, also before the first batch.
 
@@ -62,7 +67,18 @@ class DerivedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         self._rewinds = dataset.rewinds
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        begun = self._begin()
+        return self._given(begun, self._rewinds)
+
+    def _given(self, begun: _Begun, rewinds: int) -> Iterator[dict[str, Any]]:
+        # If the number differs, ``set_epoch`` was called before the first batch.
+        yield from self._batches(*(begun if rewinds == self._dataset.rewinds else self._begin()))
+
+    def _begin(self) -> _Begun:
         resume = self._resume if self._rewinds == self._dataset.rewinds else None
+        if resume is not None and self._dataset.outdated(resume["dataset"]):
+            resume = None
+            self._dataset.rewind()
         if resume is not None:
             self._load(resume)
         items, progress = self._dataset.begin()
@@ -70,7 +86,7 @@ class DerivedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         # A merged state has no shard. The data set's state has this process's shard, so it can be merged again.
         at = {**(self._START if resume is None else resume), "dataset": self._dataset.state_of(progress)}
         self._record(at)
-        return self._batches(items, progress, at)
+        return items, progress, at
 
     @abstractmethod
     def _batches(
@@ -87,9 +103,9 @@ class DerivedDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
     def _position(self) -> dict[str, Any]:
         """The state of the iteration, or the loaded one. If it is void, that of the next iteration."""
-        at = self._START
         if self._rewinds == self._dataset.rewinds:
             if self._state is not None:
                 return dict(self._state)
-            at = at if self._resume is None else self._resume
-        return {**at, "dataset": self._dataset.state_dict()}
+            if self._resume is not None:
+                return {**self._resume, "dataset": self._dataset.loaded_state(self._resume["dataset"])}
+        return {**self._START, "dataset": self._dataset.next_state()}

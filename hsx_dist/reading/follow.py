@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from hsx_dist.errors import FormatError, NotFound, RunStalled
+from hsx_dist.errors import ConfigError, FormatError, NotFound, RunStalled
 from hsx_dist.format.json_objects import count, list_of, or_null, text
 from hsx_dist.format.manifest import Manifest, Receipt, SampleRecord
 from hsx_dist.format.names import attempt_name, parse_receipt_name, receipt_name
 from hsx_dist.format.place import Place
 from hsx_dist.format.receipt_log import read_entry
 from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, scan_receipts
+from hsx_dist.reading.order import EpochPosition
+from hsx_dist.reading.select import Selection
 from hsx_dist.store import Store
 
 _Writer = tuple[int, str]
@@ -269,3 +272,22 @@ class Follower:
                 f"{self._store.url}: expected a running attempt or a complete run, got attempt {attempt}, which "
                 f"{said}. Start the extraction again: it resumes, and then its readers can resume too"
             )
+
+
+def require_followable(source: object, shuffle: bool, repeat: bool) -> None:
+    """Raise ``ConfigError`` if a data set with these arguments cannot follow."""
+    if shuffle or repeat:
+        raise ConfigError(
+            f"follow: expected shuffle=False and repeat=False, got {shuffle} and {repeat}. Samples are yielded in the "
+            "order in which they are proven"
+        )
+    if isinstance(source, Selection):
+        raise ConfigError("follow: expected a run, got a Selection, which has no later samples. Pass its run")
+
+
+@dataclass(slots=True)
+class Iteration:
+    """Position of an iteration after its last item. ``ended``: the iteration has raised ``StopIteration``."""
+
+    at: EpochPosition | Follower
+    ended: bool = False

@@ -8,13 +8,17 @@ from typing import Any, Literal
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.json_objects import shown
-from hsx_dist.reading.datasets import HiddenStatesDataset, Iteration
+from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.follow import Iteration
 from hsx_dist.reading.order import MIXED, MIXED_MEMBERS, check_state
 
 if importlib.util.find_spec("torch") is not None:
     from torch.utils.data import IterableDataset
 else:
     IterableDataset = object
+
+#: Sources, taken numbers and progress of an iteration.
+_Begun = tuple[list[Iterator[dict[str, Any]]], list[float], list[Iteration]]
 
 
 class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
@@ -55,7 +59,7 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
             raise ConfigError(f"stop: expected 'first' or 'all', got {stop!r}")
         self._datasets, self._weights, self._stop = list(datasets), given, stop
         self._taken: list[float] = [0] * len(given)
-        self._resumed = False
+        self._resume: list[Mapping[str, Any]] | None = None
         self._progress: list[Iteration] | None = None
         self._rewinds = self._rewound()
 
@@ -68,15 +72,28 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         return sum(dataset.rewinds for dataset in self._datasets)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if self._rewinds != self._rewound():  # by ``set_epoch``, which may keep the position of some data sets
-            self._resumed = False
-            for dataset in self._datasets:
+        begun = self._begin()
+        return self._given(begun, self._rewinds)
+
+    def _given(self, begun: _Begun, rewinds: int) -> Iterator[dict[str, Any]]:
+        # If the number differs, ``set_epoch`` was called before the first item.
+        yield from self._mix(*(begun if rewinds == self._rewound() else self._begin()))
+
+    def _begin(self) -> _Begun:
+        resume, void = self._resume, self._rewinds != self._rewound()
+        if resume is not None and any(d.outdated(own) for d, own in zip(self._datasets, resume, strict=True)):
+            void = True
+        for i, dataset in enumerate(self._datasets):  # another iteration or ``set_epoch`` may have moved some of them
+            if void:
                 dataset.rewind()
-        taken: list[float] = list(self._taken) if self._resumed else [0] * len(self._weights)
+            elif resume is not None:
+                dataset.load_state_dict(resume[i])
+        resume = None if void else resume
+        taken: list[float] = [0] * len(self._weights) if resume is None else list(self._taken)
         begun = [dataset.begin() for dataset in self._datasets]
-        self._resumed, progress = False, [at for _, at in begun]
+        self._resume, progress = None, [at for _, at in begun]
         self._record(taken, progress)
-        return self._mix([items for items, _ in begun], taken, progress)
+        return [items for items, _ in begun], taken, progress
 
     def _record(self, taken: list[float], progress: list[Iteration]) -> None:
         self._taken, self._progress, self._rewinds = taken, progress, self._rewound()
@@ -110,8 +127,10 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
             taken, found = [0] * len(taken), [d.start_state() for d in self._datasets]
         elif self._progress is not None:
             found = [d.state_of(at) for d, at in zip(self._datasets, self._progress, strict=True)]
+        elif self._resume is not None:
+            found = [d.loaded_state(own) for d, own in zip(self._datasets, self._resume, strict=True)]
         else:
-            found = [d.state_dict() for d in self._datasets]
+            found = [d.next_state() for d in self._datasets]
         return {"format": MIXED, "taken": taken, "datasets": found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -136,5 +155,5 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
             )
         for dataset, own in zip(self._datasets, state["datasets"], strict=True):
             dataset.load_state_dict(own)
-        self._taken, self._resumed, self._progress = list(state["taken"]), True, None
+        self._taken, self._resume, self._progress = list(state["taken"]), list(state["datasets"]), None
         self._rewinds = self._rewound()

@@ -294,6 +294,11 @@ def _find(states: Any, version: str) -> list[Mapping[str, Any]]:
         below: list[Any] = []
         for item in level:
             if isinstance(item, Mapping):
+                if item.get("_steps_since_snapshot"):
+                    raise ConfigError(
+                        "states: expected states of StatefulDataLoader at a snapshot, got one "
+                        f"{item['_steps_since_snapshot']} steps later. Set snapshot_every_n_steps=1"
+                    )
                 if item.get("format") == version:
                     found.append(item)
                 else:

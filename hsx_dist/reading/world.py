@@ -22,6 +22,10 @@ class SharedEpoch:
     def get(self) -> int:
         return int(self._memory[0])
 
+    def asked(self) -> int:
+        """The epoch of the last ``set``; 0 if it was never called."""
+        return self.get() if self._memory[1] else 0
+
     def set(self, epoch: int) -> None:
         self._memory[0], self._memory[1] = epoch, 1
 

@@ -44,12 +44,12 @@ def resume(store: MemoryStore, written: ExtractConfig) -> dict[str, Any]:
 def test_settings_that_differ_are_named_down_to_the_field() -> None:
     before = {"input": {"text": "text", "id": "id"}, "layers": [1], "engine_kwargs": {"dtype": "float32"}}
     now = {"input": {"text": "body", "id": "id"}, "layers": [1], "engine_kwargs": {}, "select": "last"}
-    assert differences({"meaning": before}, now, None) == [
+    assert differences({"meaning": before}, now, {}) == [
         ("engine_kwargs.dtype", "float32", None),
         ("input.text", "text", "body"),
         ("select", None, "last"),
     ]
-    assert differences({"meaning": before}, before, None) == []
+    assert differences({"meaning": before}, before, {}) == []
 
 
 def test_the_arguments_of_speed_are_vllms() -> None:
@@ -72,11 +72,11 @@ def test_the_arguments_of_speed_are_vllms() -> None:
 def test_an_engine_argument_that_may_change_samples_is_compared(argument: dict[str, Any]) -> None:
     without, given = (config("m", engine_kwargs=kwargs) for kwargs in ({}, {**argument, "max_num_seqs": 4}))
     for one, other in ((without, given), (given, without)):
-        assert differences({"meaning": one.meaning(), "settings": one.public()}, other.meaning(), None)
+        assert differences({"meaning": one.meaning(), "settings": one.public()}, other.meaning(), {})
     # An earlier version recorded all arguments, but compared only some of them.
     old = {"meaning": without.meaning(), "settings": given.public()}
-    assert not differences(old, given.meaning(), None)
-    assert differences(old, without.meaning(), None)
+    assert not differences(old, given.meaning(), {})
+    assert differences(old, without.meaning(), {})
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,36 @@ def test_hidden_values_are_compared(one: dict[str, Any], other: dict[str, Any]) 
         before, now = config("m", **given), config("m", **{name: changed})
         stored = json.loads(json.dumps({"meaning": {**before.meaning(), "weights": None}, "settings": before.public()}))
         assert "SECRET" not in json.dumps(stored)
-        assert not differences(stored, {**before.meaning(), "weights": None}, None)
-        assert differences(stored, {**now.meaning(), "weights": None}, None)
+        assert not differences(stored, {**before.meaning(), "weights": None}, {})
+        assert differences(stored, {**now.meaning(), "weights": None}, {})
         # An earlier version hid the values.
         old = {"meaning": hide_secrets(before.meaning()) | {name: hide_secrets(given[name])}}
-        assert not differences(old, before.meaning(), None)
+        assert not differences(old, before.meaning(), {})
+
+
+@pytest.mark.parametrize("argument", ["tokenizer", "generation_config", "hf_config_path"])
+def test_folders_in_engine_arguments_are_compared(argument: str, tmp_path: Path) -> None:
+    store, model, other = MemoryStore(), tiny_llama(tmp_path / "model"), tiny_llama(tmp_path / "other")
+    given = config(model, engine_kwargs={argument: str(other), "download_dir": str(tmp_path)})
+    resume(store, given)
+    assert set(engine_spec(given, examine_model(given)).files) == {str(model), str(other)}
+    (other / "generation_config.json").write_text("{}")
+    with pytest.raises(RunMismatch, match=rf"folders\.{argument}="):
+        resume(store, given)
+
+
+def test_a_trainers_own_files_may_change(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model")
+    before = folder_weights(str(model))
+    for name in ("optimizer.pt", "rng_state_0.pth", "training_args.bin", "trainer_state.json", "pytorch_model.bin"):
+        (model / name).write_bytes(b"x")
+    assert folder_weights(str(model)) == before  # vLLM loads safetensors if there are any
+    (model / "model.safetensors").unlink()
+    pickled = folder_weights(str(model))
+    (model / "optimizer.pt").write_bytes(b"y")
+    assert folder_weights(str(model)) == pickled
+    (model / "pytorch_model.bin").write_bytes(b"y")
+    assert folder_weights(str(model)) != pickled
 
 
 def test_names_that_are_numbers_resume(tmp_path: Path) -> None:
@@ -166,6 +191,7 @@ def test_a_branch_that_moved_is_refused_and_its_commit_resumes(tmp_path: Path, m
         (folder / "refs" / "main").write_text(commit)
 
     store = MemoryStore()
+    tiny_llama(tmp_path / "m")
     move(COMMITS[0])
     info = resume(store, config("org/name"))
     assert info["meaning"]["revision"] == COMMITS[0]
@@ -177,6 +203,16 @@ def test_a_branch_that_moved_is_refused_and_its_commit_resumes(tmp_path: Path, m
     with pytest.raises(RunMismatch, match=rf"revision='{COMMITS[1]}' \(stored: '{COMMITS[0]}'\)"):
         resume(store, config("org/name"))
     resume(store, config("org/name", revision=COMMITS[0]))
+    tokenizer = {"engine_kwargs": {"tokenizer": "org/name"}}
+    other = MemoryStore()
+    assert (
+        resume(other, config(tmp_path / "m", **tokenizer))["meaning"]["engine_kwargs"]["tokenizer_revision"]
+        == COMMITS[1]
+    )
+    move(COMMITS[0])
+    with pytest.raises(RunMismatch, match=r"engine_kwargs\.tokenizer_revision="):
+        resume(other, config(tmp_path / "m", **tokenizer))
+    move(COMMITS[1])
     # An earlier version recorded the revision as written.
     for written, fine in ((None, True), ("main", False)):
         old = MemoryStore()
@@ -196,7 +232,7 @@ def test_the_hash_of_a_folder_is_of_configuration_code_and_weights(
         return str(folder_weights(str(tmp_path)))
 
     big = bytearray(5_000_000)
-    seen = [put("config.json", b"{}"), put("modeling.py", b"x"), put("a.safetensors", bytes(big)), put("b.bin", b"")]
+    seen = [put("config.json", b"{}"), put("modeling.py", b"x"), put("a.safetensors", bytes(big))]
     for place in (0, 3000, len(big) - 1):
         big[place] = 1
         seen.append(put("a.safetensors", bytes(big)))

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hsx_dist import HiddenStatesDataset, MixedDataset, PackedContexts, TokenBatches, merge_states
+from hsx_dist.errors import ConfigError
 from hsx_dist.saelens import data_provider
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
@@ -127,8 +128,10 @@ def test_a_state_of_any_moment_resumes_the_rest(folder: Path, kind: str) -> None
             case.source.load_state_dict(at.state)
             case.set_epoch(after)
             again = case.state()
-            assert case.epoch(None) == rest, (at, before, after)
+            later = after is None and before is not None and before > at.epoch  # begins that epoch
+            assert case.epoch(None) == (orders[before] if later else rest), (at, before, after)
         assert case.epoch(2) == orders[2], at
+        case.set_epoch(0)
         case.source.load_state_dict(again)
         items = case.items()
         begun = case.state()
@@ -154,6 +157,62 @@ def test_torchdatas_loader_resumes_the_rest(folder: Path, kind: str, workers: in
         assert case.epoch(epoch) == orders[epoch][0 if ended else at.taken :], at
         if epoch < 2 and not (workers and at.taken == 0):
             assert case.epoch(epoch + 1) == orders[epoch + 1], at
+
+
+@pytest.mark.parametrize("workers", [None, 0, 2])
+@pytest.mark.parametrize("kind", ["plain", "first", "all", "tokens", "packed"])
+def test_set_epoch_of_a_later_epoch_begins_it(folder: Path, kind: str, workers: int | None) -> None:
+    """A trainer saves after an epoch's last item, or stops within an epoch. Loaders load states after ``set_epoch``."""
+    loader = {} if workers is None else {"num_workers": workers}
+    found, orders = moments(Case(folder, kind, **loader))
+    first = [at for at in found if at.epoch == 0 and at.taken]
+    for at in (first[1], first[-2]):
+        case = Case(folder, kind, **loader)
+        case.source.load_state_dict(at.state)
+        first_order = case.epoch(1)  # begins with the worker that was next
+        assert sorted(first_order) == sorted(orders[1]) if workers else first_order == orders[1], at
+        assert case.epoch(2) == orders[2], at
+
+
+@pytest.mark.parametrize("kind", ["plain", "first", "all", "tokens", "packed"])
+def test_set_epoch_between_iter_and_the_first_item_counts(folder: Path, kind: str) -> None:
+    """``StatefulDataLoader.state_dict`` begins an iteration."""
+    found, orders = moments(Case(folder, kind))
+    for loader in ({}, {"num_workers": 0}):
+        case = Case(folder, kind, **loader)
+        if loader:
+            case.state()
+            assert case.epoch(1) == orders[1]
+        else:
+            for state in (None, next(at.state for at in found if at.taken == 2)):
+                if state is not None:
+                    case.set_epoch(0)
+                    case.source.load_state_dict(state)
+                items = case.items()
+                case.set_epoch(1)
+                assert list(items) == orders[1]
+
+
+@pytest.mark.parametrize("kind", ["first", "all", "tokens", "packed"])
+def test_a_look_at_the_data_set_below_moves_nothing(folder: Path, kind: str) -> None:
+    found, orders = moments(Case(folder, kind))
+    for at in (None, next(at for at in found if at.taken == 2)):
+        case, again = Case(folder, kind), Case(folder, kind)
+        if at is not None:
+            case.source.load_state_dict(at.state)
+        next(iter(case.datasets[0]))
+        again.source.load_state_dict(case.state())
+        rest = orders[0] if at is None else orders[0][2:]
+        assert case.epoch(None) == again.epoch(None) == rest
+
+
+def test_states_between_snapshots_are_not_merged(folder: Path) -> None:
+    case = Case(folder, "plain", num_workers=2, snapshot_every_n_steps=4)
+    items = case.items()
+    states = [(next(items), case.state())[1] for _ in range(5)]
+    merge_states([states[3]])
+    with pytest.raises(ConfigError, match=r"got one 1 steps later\. Set snapshot_every_n_steps=1"):
+        merge_states([states[4]])
 
 
 @pytest.mark.parametrize("kind", ["plain", "all", "tokens", "packed"])
