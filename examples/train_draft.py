@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from hsx_dist import HiddenStatesDataset, open_run
+from hsx_dist.models.builtin import resolve_model
 from hsx_dist.reading.collate import pad
 
 
@@ -76,12 +77,15 @@ def train(model: Any, batches: Iterator[dict[str, Any]], steps: int) -> list[flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="path or URL of a run that has the last layer")
-    parser.add_argument("--model", required=True, help="folder or id of the run's model")
+    parser.add_argument(
+        "--model", required=True, help="folder or id of the run's model, or builtin:smollm2-135m-instruct"
+    )
     parser.add_argument("--on-the-fly", action="store_true", help="recompute the states with transformers")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=4)
     args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_pretrained(resolve_model(args.model), dtype=torch.float32)
+    model = model.eval().requires_grad_(False)
     batches = from_run(args.run, model.config.num_hidden_layers, args.batch_size)
     if args.on_the_fly:
         batches = on_the_fly(model, batches)

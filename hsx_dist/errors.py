@@ -21,6 +21,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def install_extra(name: str) -> str:
+    """An error's advice to install an extra of this package, which is not on a package index."""
+    return f'Run pip install ".[{name}]" in a checkout of hsx_dist'
+
+
 class HsxError(Exception):
     """Base of all errors that hsx_dist raises on purpose."""
 

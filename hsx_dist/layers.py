@@ -87,10 +87,15 @@ def _layer_id(item: int | str, num_layers: int) -> int:
     try:
         layer = int(item if type(item) is int else str(item))  # str: refuses 1.5 and True
     except ValueError:
-        alone = f"; {item} must be the only item" if item in ("all", "eagle3") else ""
+        if item in ("all", "eagle3"):
+            meant = "every id" if item == "all" else f"2, N/2, N-3 and N, here N = {num_layers}"
+            raise ConfigError(
+                f"layers: expected {item} alone, got it with other items. "
+                f"Give layers={item} ({meant}), or write the ids"
+            ) from None
         raise ConfigError(
-            f"layers: expected ids 0 … {num_layers}, negative ones from the end, or last, "
-            f"got {item!r}{alone}; use one of these"
+            f"layers: expected ids 0 … {num_layers}, negative ones from the end, or last, got {item!r}. "
+            "Use one of these"
         ) from None
     if not -num_layers - 1 <= layer <= num_layers:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Read runs with Ray Data, for Ray Train and pipelines (``read_hidden_states``), and export them in Ray tasks.
 
-Every node needs ``pip install "hsx-dist[ray-data]"``.
+Every node needs this package's extra ``ray-data``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python3 scripts/gpu.py [ARGUMENTS of benchmarks.gpu.kit]
 
-With a GPU the environment is ``.gpu/``, with the newest CUDA build of vLLM on PyPI that ``hsx-dist[vllm]`` allows.
+With a GPU the environment is ``.gpu/``, with the newest CUDA build of vLLM on PyPI that the extra ``vllm`` allows.
 Without a GPU it is ``.venv/``, from ``make setup``. Later runs reuse the environment.
 """
 

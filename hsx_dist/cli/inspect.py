@@ -228,12 +228,13 @@ def _text(decode: Decode, sample: Sample) -> str:
 
 
 def _captured(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield the run's layers, or the points of its first stored sample, since ``run.json`` may not name points."""
-    points: dict[str, StoredPoint] = {}
-    if not run.layer_ids:
-        points = next(read_stored(islice(run, 1), lambda sample: sample.points), {})
+    """Yield layers and hidden size, or the points. Reads the first sample, since ``run.json`` names neither size nor
+    all points."""
+    points: dict[str, StoredPoint] = next(read_stored(islice(run, 1), lambda sample: sample.points), {})
     if not points or list(points) == [HIDDEN_STATES]:
         yield "layers", layers_text(_layers(run)) or "?"
+        if points:
+            yield "hidden size", f"{points[HIDDEN_STATES].width:,}"
     else:
         yield "points", "; ".join(f"{name} {layers_text(point.layers)}" for name, point in points.items())
 

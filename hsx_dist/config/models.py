@@ -232,7 +232,8 @@ class ExtractConfig(Settings):
     )
     layers: list[int | str] | str | int = Field(
         default="eagle3",
-        description="Layer ids (0: embeddings, N: the last output before the final norm), -1 or last, all, eagle3.",
+        description="Layer ids (0: embeddings, N: the last output before the final norm), -1 or last, all, or eagle3. "
+        "eagle3: the ids 2, N/2 (rounded down), N-3 and N, for EAGLE-3 draft trainers.",
     )
     capture: dict[str, Any] | None = Field(
         default=None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, install_extra
 from hsx_dist.layers import resolve_layers
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.run import Run
@@ -116,7 +116,7 @@ class Exporter(Protocol):
 def check_parquet(name: str) -> None:
     """Raise ``ConfigError`` if pyarrow is missing."""
     if importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError(f"{name}: expected pyarrow to be installed, got none. pip install pyarrow")
+        raise ConfigError(f"{name}: expected the package pyarrow, got none. {install_extra('parquet')}")
 
 
 def parquet_key(key: str) -> str:

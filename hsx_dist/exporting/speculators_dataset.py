@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, install_extra
 from hsx_dist.exporting.base import Exporter, ExportOptions, any_layers, need, num_layers_of, stored_layers
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.run import Run
@@ -24,7 +24,7 @@ class SpeculatorsExporter(Exporter):
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
         if importlib.util.find_spec("datasets") is None:
-            raise ConfigError("speculators: expected Hugging Face datasets, got none. pip install speculators")
+            raise ConfigError(f"speculators: expected Hugging Face datasets, got none. {install_extra('speculators')}")
         last = num_layers_of(run, options)
         # MTP reads only the last state, so its runs may have no other layer.
         alone = options.aux_layers is None and stored_layers(run) == (last,)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from hsx_dist.errors import ConfigError, FormatError, HsxError
+from hsx_dist.errors import ConfigError, FormatError, HsxError, install_extra
 from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, with_uuids_as_text
 from hsx_dist.inputs.decompress import FREE_BYTES, FREE_ROWS, MAX_EXPANSION, MOST_ROWS
 from hsx_dist.inputs.row_cost import cost_of_columns, most_cost
@@ -73,8 +73,8 @@ def require_pyarrow() -> None:
         import pyarrow  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "input.format: expected the package pyarrow, which reads Parquet and Arrow, got none; install "
-            "hsx-dist[parquet]"
+            "input.format: expected the package pyarrow, which reads Parquet and Arrow, got none. "
+            + install_extra("parquet")
         ) from None
 
 

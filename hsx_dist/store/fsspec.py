@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import fsspec
 
 from hsx_dist.config.secrets import public_url
-from hsx_dist.errors import AlreadyExists, ConfigError, HsxError, NotFound, StoreError, Unavailable
+from hsx_dist.errors import AlreadyExists, ConfigError, HsxError, NotFound, StoreError, Unavailable, install_extra
 from hsx_dist.store.base import (
     PATIENCE_S,
     PIECES_AT_ONCE,
@@ -216,7 +216,7 @@ class FsspecStore:
             cls = fsspec.get_filesystem_class(self._scheme)
         except ImportError as e:
             extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(self._scheme)
-            what = f"Run pip install 'hsx-dist[{extra}]'" if extra else "Install the package that fsspec names"
+            what = install_extra(extra) if extra else "Install the package that fsspec names"
             raise ConfigError(f"{self._url}: expected the package for {self._scheme}://, got none ({e}). {what}") from e
         except ValueError as e:
             raise ConfigError(

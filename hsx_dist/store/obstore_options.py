@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, install_extra
 from hsx_dist.store.obstore_connection import KEEP, Connection, NotTranslated, only
 from hsx_dist.store.obstore_s3 import s3_connection
 
@@ -81,9 +81,7 @@ def _gcs(bucket: str, options: Mapping[str, Any]) -> Connection:
     try:
         from gcsfs import GCSFileSystem
     except ImportError as e:
-        raise ConfigError(
-            "store.backend obstore: expected the package gcsfs, got none. Run pip install 'hsx-dist[gcs]'"
-        ) from e
+        raise ConfigError(f"store.backend obstore: expected the package gcsfs, got none. {install_extra('gcs')}") from e
     fs = GCSFileSystem(**{**options, "skip_instance_cache": True})
     credentials = fs.credentials
     anonymous = credentials.credentials is None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, install_extra
 from hsx_dist.store.obstore_connection import KEEP, Connection, NotTranslated, mapping, only
 
 _S3_OPTIONS = frozenset(
@@ -231,7 +231,7 @@ def _botocore_client(
         from botocore.session import Session
     except ImportError as e:
         raise ConfigError(
-            "store.backend obstore: expected the package botocore, got none. Run pip install 'hsx-dist[s3]'"
+            f"store.backend obstore: expected the package botocore, got none. {install_extra('s3')}"
         ) from e
     kwargs: dict[str, Any] = {
         "aws_access_key_id": options.get("key") or options.get("username"),

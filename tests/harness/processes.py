@@ -43,7 +43,7 @@ def program(name: str) -> str:
     path = str(here) if here.exists() else shutil.which(name)
     if path is None:
         raise StartFailed(
-            f"expected the program {name!r} next to {sys.executable} or on PATH, got none. Install hsx-dist[dev]."
+            f"expected the program {name!r} next to {sys.executable} or on PATH, got none. Run make setup."
         )
     return path
 

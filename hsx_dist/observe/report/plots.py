@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, install_extra
 from hsx_dist.observe.report.facts import Attempt, LayerSize, Timeline
 from hsx_dist.observe.report.prompt_attention import LayerPatterns
 from hsx_dist.observe.report.states import MOST_LAYERS, StateNumbers, spread
@@ -65,7 +65,7 @@ class Canvas:
             import matplotlib
             from matplotlib.figure import Figure
         except ImportError as e:
-            raise ConfigError("expected matplotlib for a report, got none. Install hsx-dist[report]") from e
+            raise ConfigError(f"expected matplotlib for a report, got none. {install_extra('report')}") from e
         self._style = lambda: matplotlib.rc_context(_STYLE)
         self._figure = Figure
         self._drawn = 0

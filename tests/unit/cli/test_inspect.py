@@ -118,6 +118,7 @@ def test_show_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for words in ("tiny", "2,5,6", "split", "row:00000003: text: expected text"):
         assert words in out
+    assert ["hidden", "size", str(HIDDEN)] in [line.split() for line in out.splitlines()]
     facts = hsx_json(capsys, "show", run)
     assert facts["info"]["meaning"]["model"] == "tiny"
     assert facts["refused"][0]["row"] == 3

