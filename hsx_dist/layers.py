@@ -47,7 +47,7 @@ def resolve_layers(spec: Sequence[int | str] | str | int, num_layers: int) -> tu
     if twice:
         raise ConfigError(
             f"layers: expected every layer once, got {_shown(spec)} with {_shown(twice)} more than once "
-            f"(the ids are 0 … {num_layers}, and -1 or last is {num_layers}); name each layer once"
+            f"(the ids are 0 … {num_layers}, and -1 or last is {num_layers}). Name each layer once"
         )
     return tuple(sorted(ids))
 
@@ -62,7 +62,7 @@ def _eagle3(num_layers: int) -> tuple[int, ...]:
     if num_layers < 7 or len(set(ids)) < len(ids):
         raise ConfigError(
             f"layers: expected a model of at least 7 layers for eagle3 (layers 2, N/2, N-3 and N), "
-            f"got one of {num_layers}; give the ids (0 … {num_layers}) yourself"
+            f"got one of {num_layers}. Give the ids (0 … {num_layers}) yourself"
         )
     return tuple(sorted(ids))
 
@@ -76,7 +76,7 @@ def _items(spec: Sequence[int | str] | str | int) -> list[int | str]:
         items = [part.strip().lower() if isinstance(part, str) else part for part in spec]
     if not items or "" in items:
         raise ConfigError(
-            f"layers: expected layer ids, such as 2,15,last, got {_shown(spec)}; name at least one, no empty ones"
+            f"layers: expected layer ids, such as 2,15,last, got {_shown(spec)}. Name at least one, no empty ones"
         )
     return items
 
@@ -100,7 +100,7 @@ def _layer_id(item: int | str, num_layers: int) -> int:
     if not -num_layers - 1 <= layer <= num_layers:
         raise ConfigError(
             f"layers: expected ids 0 … {num_layers} (the model has {num_layers} layers; {num_layers} is the last one's "
-            f"output), or -1 … {-num_layers - 1} from the end, got {layer}; use one of these"
+            f"output), or -1 … {-num_layers - 1} from the end, got {layer}. Use one of these"
         )
     return layer if layer >= 0 else num_layers + 1 + layer
 

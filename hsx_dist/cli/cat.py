@@ -42,7 +42,7 @@ def run_cat(
     if suffix not in (".npz", ".npy", ".safetensors"):
         raise ConfigError(f"-o: expected a name that ends in .npz, .npy or .safetensors, got {out!r}")
     if not Path(out).absolute().parent.is_dir():
-        raise ConfigError(f"-o: expected a file in a folder that exists, got {out!r}; make {Path(out).parent} first")
+        raise ConfigError(f"-o: expected a file in a folder that exists, got {out!r}. Make {Path(out).parent} first")
     names = [HIDDEN_STATES] if points is None else list(dict.fromkeys(points.split(",")))
     if taken := sorted(set(names) & (_TAKEN - {HIDDEN_STATES})):
         raise ConfigError(

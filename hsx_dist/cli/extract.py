@@ -26,7 +26,7 @@ def run(config: str | None, overrides: Sequence[str], direct: Mapping[str, Any],
     settings = load_config(config, overrides, **direct)
     if not settings.input.path:
         raise ConfigError(
-            "input.path: expected a file, a folder or a glob, local or a URL, got nothing; set it, or give --input"
+            "input.path: expected a file, a folder or a glob, local or a URL, got nothing. Set it, or give --input"
         )
     from hsx_dist.jobs.extract import run_extract
 

@@ -47,7 +47,7 @@ def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
             log.warning("gc skips a folder that it may not read: folder=%s", folder)
 
     if next(readable(store, skipped), None) is None and not unreadable:
-        raise NotFound(f"{path}: expected a run, or where a server stores, got an empty place; check the path")
+        raise NotFound(f"{path}: expected a run, or where a server stores, got an empty place. Check the path")
     if delete:
         require_conditional_deletes(store)
     names, busy, denied = _collect_expired(store, skipped, delete=delete, as_json=as_json)

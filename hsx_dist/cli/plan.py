@@ -35,7 +35,7 @@ def run_plan(
     from hsx_dist.jobs.plan import make_plan
 
     if config is None and not overrides:
-        raise ConfigError("expected --config FILE, or settings such as model=… input.path=…, got neither; give them")
+        raise ConfigError("expected --config FILE, or settings such as model=… input.path=…, got neither. Give them")
     settings = resolve_paths(load_config(config, overrides), Path.cwd())
     plan = make_plan(
         settings,

@@ -48,10 +48,10 @@ def check_codec(value: object) -> None:
     choices = ", ".join(known)
     if not isinstance(name, str):
         came = "a mapping without name" if isinstance(value, Mapping) else repr(value)
-        raise ValueError(f"expected a codec's name ({choices}) or a mapping with name, got {came}; set one")
+        raise ValueError(f"expected a codec's name ({choices}) or a mapping with name, got {came}. Set one")
     if name not in known:
         raise ValueError(
-            f"expected one of the codecs {choices}, got {name!r}{nearest(name, known)}; choose one of them"
+            f"expected one of the codecs {choices}, got {name!r}{nearest(name, known)}. Choose one of them"
         )
 
 
@@ -121,7 +121,7 @@ def check_select(value: str) -> None:
     """Raise ``ValueError`` if ``value`` does not name a selection of tokens."""
     if value in ("all", "last", "loss_mask", "mean") or re.fullmatch(r"stride:[1-9]\d{0,8}", value):
         return
-    raise ValueError(f"expected all, last, loss_mask, mean or stride:N, got {value!r}; choose one of them")
+    raise ValueError(f"expected all, last, loss_mask, mean or stride:N, got {value!r}. Choose one of them")
 
 
 def check_input(config: InputConfig) -> None:
@@ -135,9 +135,9 @@ def check_input(config: InputConfig) -> None:
     fields = {n: getattr(config, n) for n in ("text", "messages", "tools", "token_ids", "loss_mask", "id")}
     given = [value for value in fields.values() if value is not None]
     if twice := sorted({v for v in given if given.count(v) > 1}):
-        lines.append(f"expected a different field for each purpose, got {', '.join(twice)} for several; name others")
+        lines.append(f"expected a different field for each purpose, got {', '.join(twice)} for several. Name others")
     if own := sorted(set(config.metadata) & set(given) - {config.tools}):
-        lines.append(f"metadata: expected further fields, got {', '.join(own)}, which is stored anyway; remove it")
+        lines.append(f"metadata: expected further fields, got {', '.join(own)}, which is stored anyway. Remove it")
     if lines:
         raise ValueError("\n".join(lines))
 
@@ -156,7 +156,7 @@ def check_deadline(value: object) -> object:
     if when is None or when.tzinfo is None:
         raise ValueError(
             f"expected seconds from the start (more than 0), or an ISO 8601 time with its zone such as "
-            f"2026-01-31T18:00:00+00:00, got {value!r}; correct it"
+            f"2026-01-31T18:00:00+00:00, got {value!r}. Correct it"
         )
     return when
 
@@ -173,10 +173,10 @@ def check_capture(config: ExtractConfig) -> None:
         )
     if set(config.capture) not in ({"points"}, {"preset"}):
         came = ", ".join(sorted(map(str, config.capture))) or "nothing"
-        lines.append(f"capture: expected either points or preset, got {came}; set one of them")
+        lines.append(f"capture: expected either points or preset, got {came}. Set one of them")
     if "layers" in config.model_fields_set:
         lines.append(
-            "layers: expected it to be absent with capture, got a value; name hidden_states among capture.points. "
+            "layers: expected it to be absent with capture, got a value. Name hidden_states among capture.points. "
             "Remove one of them"
         )
     if lines:
@@ -200,7 +200,7 @@ def check_sizes(config: ExtractConfig) -> None:
     ]
     if config.max_replicas < config.min_replicas:
         lines.append(
-            f"max_replicas: expected at least min_replicas ({config.min_replicas}), got {config.max_replicas}; raise "
+            f"max_replicas: expected at least min_replicas ({config.min_replicas}), got {config.max_replicas}. Raise "
             "max_replicas or lower min_replicas"
         )
     if config.check_samples and config.select != "all":

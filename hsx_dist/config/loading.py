@@ -60,13 +60,13 @@ def read_yaml(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) and e.strerror else type(e).__name__
         shown = public_url(path)
-        raise ConfigError(f"expected a readable YAML file at {shown}, got: {why}; check the path") from None
+        raise ConfigError(f"expected a readable YAML file at {shown}, got: {why}. Check the path") from None
     value = _parse(text, f"{path}")
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
         raise ConfigError(
-            f"{path}: expected a mapping of settings, got a {type(value).__name__}; write `key: value` lines"
+            f"{path}: expected a mapping of settings, got a {type(value).__name__}. Write `key: value` lines"
         )
     return value
 
@@ -75,7 +75,7 @@ def refuse_on_command_line(value: object, path: tuple[str, ...]) -> None:
     """Raise ConfigError if the setting ``path``, given as an argument of a command, holds a literal credential."""
     for secret in secret_paths(value, path):
         raise ConfigError(
-            f"{'.'.join(secret)}: expected no credential on a command line (job lists show it), got one; set it in "
+            f"{'.'.join(secret)}: expected no credential on a command line (job lists show it), got one. Set it in "
             f"the environment, and write {'.'.join(secret)}='${{env:NAME}}', or put `${{env:NAME}}` into the YAML file"
         )
 
@@ -117,7 +117,7 @@ def _parse(text: str, where: str) -> Any:
         mark = getattr(e, "problem_mark", None)
         at = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = _QUOTED.sub("…", getattr(e, "problem", None) or "other text")
-        raise ConfigError(f"{where}:{at} expected YAML, got: {problem}; correct the text there") from None
+        raise ConfigError(f"{where}:{at} expected YAML, got: {problem}. Correct the text there") from None
 
 
 def _override(settings: dict[str, Any], override: str, within: tuple[str, ...] = ()) -> None:
@@ -127,7 +127,7 @@ def _override(settings: dict[str, Any], override: str, within: tuple[str, ...] =
     if not equals or not _NAME.fullmatch(name.strip()):
         # Only a name is shown: another text may be a credential.
         came = repr(name.strip()) if equals and len(name) <= 40 and "://" not in name else "another text"
-        raise ConfigError(f"expected an override as key.sub=value, got {came}; write e.g. engine_kwargs.dtype=float32")
+        raise ConfigError(f"expected an override as key.sub=value, got {came}. Write e.g. engine_kwargs.dtype=float32")
     value = text if is_env_reference(text) else _parse(text, name)
     refuse_on_command_line(value, (*within, *path))
     here = settings
@@ -137,8 +137,8 @@ def _override(settings: dict[str, Any], override: str, within: tuple[str, ...] =
             inner = here[part] = {}
         elif not isinstance(inner, dict):
             raise ConfigError(
-                f"{name}: expected {'.'.join(path[: i + 1])} to be a mapping, got a {type(inner).__name__}; "
-                "give the whole mapping"
+                f"{name}: expected {'.'.join(path[: i + 1])} to be a mapping, got a {type(inner).__name__}. "
+                "Give the whole mapping"
             )
         here = inner
     here[path[-1]] = value
@@ -163,7 +163,7 @@ def _with_env(value: Any, path: tuple[str, ...], found: set[str]) -> Any:
         name = m.group(1).strip()
         if name not in os.environ:
             raise ConfigError(
-                f"{'.'.join(path)}: expected the environment variable {name!r} to be set, got nothing; export it "
+                f"{'.'.join(path)}: expected the environment variable {name!r} to be set, got nothing. Export it "
                 "where the driver runs, or remove the reference"
             )
         found.add(os.environ[name])
@@ -171,5 +171,5 @@ def _with_env(value: Any, path: tuple[str, ...], found: set[str]) -> Any:
 
     out = _ENV.sub(replace, value)
     if "${env:" in _ENV.sub("", value):
-        raise ConfigError(f"{'.'.join(path)}: expected ${{env:NAME}}, got one without its closing brace; close it")
+        raise ConfigError(f"{'.'.join(path)}: expected ${{env:NAME}}, got one without its closing brace. Close it")
     return out

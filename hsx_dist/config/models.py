@@ -353,7 +353,7 @@ class ExtractConfig(Settings):
         items = value if isinstance(value, (list, tuple)) else [value]
         if not items or not all(isinstance(i, (int, str)) and not isinstance(i, bool) for i in items):
             raise ValueError(
-                f"expected layer ids such as [2, 15, last], or all, or eagle3, got {value!r}; correct the list"
+                f"expected layer ids such as [2, 15, last], or all, or eagle3, got {value!r}. Correct the list"
             )
         return list(items) if isinstance(value, tuple) else value
 

@@ -44,7 +44,7 @@ def refuse_in_job(name: str, path: str) -> None:
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and is_local(path) and not Path(path).is_absolute():
         raise ConfigError(
             f"{name}: expected an absolute path or a URL in a submitted job, got {path!r}, which would be "
-            f"in the job's private copy of the folder; give $PWD/{path}, or an object store's URL"
+            f"in the job's private copy of the folder. Give $PWD/{path}, or an object store's URL"
         )
 
 

@@ -21,7 +21,7 @@ _NEVER_SHOWN = frozenset({"storage_options", "env"})
 
 
 def config_error(error: ValidationError, model: type[BaseModel], *, hidden: Collection[str] = ()) -> ConfigError:
-    """Return one error with a line per problem: ``field: expected …, got …; what to do``.
+    """Return one error with a line per problem: ``field: expected …, got …. What to do``.
 
     ``hidden``: values of ``${env:NAME}``, which no message may contain.
     """
@@ -35,10 +35,11 @@ def _lines(problem: Any, model: type[BaseModel], hidden: Collection[str]) -> Ite
     kind = problem["type"]
     if kind == "extra_forbidden":
         known = _fields_at(model, loc[:-1])
-        hint = nearest(loc[-1], known) or f"; known here: {', '.join(known)}"
-        yield f"{field}: expected a known setting, got an unknown name{hint}"
+        near = nearest(loc[-1], known)
+        todo = "Correct the name" if near else f"Known here: {', '.join(known)}"
+        yield f"{field}: expected a known setting, got an unknown name{near}. {todo}"
     elif kind == "missing":
-        yield f"{field}: expected a value, got nothing; set it"
+        yield f"{field}: expected a value, got nothing. Set it"
     elif kind == "value_error":
         for line in str(problem["ctx"]["error"]).splitlines():
             # A check of several fields names each of them itself.
@@ -52,10 +53,14 @@ def _lines(problem: Any, model: type[BaseModel], hidden: Collection[str]) -> Ite
             .split(", unable to")[0]
         )
         came = _came(problem["input"], loc, hidden)
-        todo = (
-            "put it in quotes" if kind == "string_type" and isinstance(problem["input"], (int, float)) else "correct it"
-        )
-        yield f"{field}: expected {expected}, got {came}; {todo}"
+        members = _fields_at(model, loc) if kind == "model_type" else []
+        if members:
+            expected, todo = "a group of settings", f"Set its members, such as {field}.{members[0]}"
+        elif kind == "string_type" and isinstance(problem["input"], (int, float)):
+            todo = "Put it in quotes"
+        else:
+            todo = "Correct it"
+        yield f"{field}: expected {expected}, got {came}. {todo}"
 
 
 def _came(value: object, loc: tuple[str, ...], hidden: Collection[str]) -> str:

@@ -65,8 +65,8 @@ def flush(llm: Any, timeout: float = 60.0) -> None:
         quiet = 0 if left else quiet + 1
         if left and time.monotonic() > end:
             raise TimeoutError(
-                f"expected all hidden states to be stored within {timeout:g} s, got {left} requests without. Check the "
-                "store and the engine's log, or raise timeout"
+                f"expected all hidden states to be stored within {timeout:g} s, got {left} requests that are not "
+                "stored. Check the store and the engine's log, or raise timeout"
             )
         if core is not None and pending_of(core.scheduler.connector):
             llm.llm_engine.step()

@@ -175,7 +175,7 @@ def eagle3_layers(run: Run, options: ExportOptions, num_layers: int, trainer: st
     """Return the three auxiliary layers of the options, by default EAGLE-3's early, middle and late layer."""
     layers = tuple(options.aux_layers or resolve_layers("eagle3", num_layers)[:3])
     if len(layers) != 3:
-        raise ConfigError(f"{trainer}: expected three auxiliary layers, got {list(layers)}; give three (--layers)")
+        raise ConfigError(f"{trainer}: expected three auxiliary layers, got {list(layers)}. Give three (--layers)")
     return need(run, layers, trainer)
 
 

@@ -37,9 +37,7 @@ class SaeLensExporter(Exporter):
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
         if importlib.util.find_spec("datasets") is None:
-            raise ConfigError(
-                "saelens: expected Hugging Face datasets to be installed, got none. Run pip install sae-lens"
-            )
+            raise ConfigError("saelens: expected Hugging Face datasets, got none. Run pip install sae-lens")
         self._hook = _hook_of(run, options)
         self._point, layer = hook_place(run, self._hook)
         self.points = None if self._point == HIDDEN_STATES else (self._point,)

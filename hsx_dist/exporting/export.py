@@ -163,11 +163,11 @@ def exporter_of(name: str) -> type[Exporter]:
                 found = EXPORTERS[name] = point.load()
             except Exception as e:  # another package's import may raise anything
                 raise ConfigError(
-                    f"exporter {name!r}: {point.value} of an installed package cannot be imported: "
+                    f"exporter {name!r}: expected {point.value} of an installed package to be importable, got "
                     f"{type(e).__name__}: {e}. Repair or update that package"
                 ) from e
     if found is None:
-        raise ConfigError(f"exporter: expected one of {', '.join(sorted(EXPORTERS))}, got {name!r}")
+        raise ConfigError(f"exporter: expected one of {', '.join(sorted(EXPORTERS))}, got {name!r}. Choose one of them")
     if not isinstance(found, str):
         return found
     module, _, attribute = found.partition(":")

@@ -20,7 +20,7 @@ def check_output(output: str, nodes: int) -> None:
     if local and nodes > 1:
         raise ConfigError(
             f"output: expected a place that all {nodes} nodes share, got {output!r}, which is a local disk on each "
-            "node; use an object store's URL (s3://…, gs://…), or set store.shared=true if it is a shared file system"
+            "node. Use an object store's URL (s3://…, gs://…), or set store.shared=true if it is a shared file system"
         )
 
 
@@ -38,7 +38,7 @@ def affordable_credit(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]])
     if most < 2 * int(config.page_bytes):
         raise ConfigError(
             f"writers: expected an object store that holds four pages ({4 * int(config.page_bytes)} bytes) for each of "
-            f"{config.writers.per_node} writers on every node, got one of {smallest} bytes; start Ray with a larger "
+            f"{config.writers.per_node} writers on every node, got one of {smallest} bytes. Start Ray with a larger "
             "--object-store-memory, or lower page_bytes or writers.per_node"
         )
     if most < wanted:
@@ -85,7 +85,7 @@ def check_capacity(config: ExtractConfig, placement: Placement, nodes: Sequence[
     if not any(fits_writers(node, writers) for node in nodes):
         raise ConfigError(
             f"writers: expected a node with {writers:g} CPUs for its writers, got nodes with "
-            f"{[node.get('CPU', 0) for node in nodes]}; lower writers.per_node or writers.num_cpus"
+            f"{[node.get('CPU', 0) for node in nodes]}. Lower writers.per_node or writers.num_cpus"
         )
     if placement.spans_nodes:
         check_total_capacity(config, wanted, nodes, writers)
@@ -102,7 +102,7 @@ def check_capacity(config: ExtractConfig, placement: Placement, nodes: Sequence[
         raise ConfigError(
             f"min_replicas: expected room for {config.min_replicas} replicas of "
             f"{', '.join(f'{amount:g} {name}' for name, amount in sorted(wanted.items()))} each, and for writers of "
-            f"{writers:g} CPUs on each node, got nodes with {have}: room for {replicas}; lower replica.num_cpus, "
+            f"{writers:g} CPUs on each node, got nodes with {have}: room for {replicas}. Lower replica.num_cpus, "
             "writers.num_cpus or min_replicas, or add nodes"
         )
 
@@ -118,5 +118,5 @@ def check_total_capacity(
         raise ConfigError(
             f"min_replicas: expected room for {config.min_replicas} replicas that span nodes, "
             f"{', '.join(f'{amount:g} {name}' for name, amount in sorted(wanted.items()))} each, got a cluster with "
-            f"too little {', '.join(sorted(short))}; lower min_replicas or tensor_parallel_size, or add nodes"
+            f"too little {', '.join(sorted(short))}. Lower min_replicas or tensor_parallel_size, or add nodes"
         )

@@ -27,7 +27,7 @@ def drain_node(seconds: float, *, address: str | None = None, node: str | None =
     found = canonicalize_bootstrap_address(address or os.environ.get("RAY_ADDRESS"))
     if found is None:
         raise ConfigError(
-            "expected a running Ray cluster on this machine, got none; give its address, or set RAY_ADDRESS"
+            "expected a running Ray cluster on this machine, got none. Give its address, or set RAY_ADDRESS"
         )
     gcs = GcsClient(address=found)
     wanted = node or ray.util.get_node_ip_address()
@@ -39,7 +39,7 @@ def drain_node(seconds: float, *, address: str | None = None, node: str | None =
     ids = [node_id for node_id, ip in alive.items() if wanted in (node_id, ip)]
     if len(ids) != 1:
         raise ConfigError(
-            f"expected one living node at {wanted}, got {len(ids)} in a cluster of {len(alive)}; give a node's id "
+            f"expected one living node at {wanted}, got {len(ids)} in a cluster of {len(alive)}. Give a node's id "
             "(ray list nodes)"
         )
     deadline = time.time_ns() // 10**6 + int(seconds * 1000)

@@ -101,7 +101,7 @@ def json_metadata(values: dict[str, Any]) -> dict[str, Any]:
     size = len(json.dumps(found))
     if size > MAX_METADATA_BYTES:
         raise InputError(
-            f"metadata: expected at most {MAX_METADATA_BYTES} bytes as JSON, got {size}; name fewer or smaller columns"
+            f"metadata: expected at most {MAX_METADATA_BYTES} bytes as JSON, got {size}. Name fewer or smaller columns"
         )
     return found
 

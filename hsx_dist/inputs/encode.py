@@ -76,7 +76,7 @@ def load_tokenizer(model: str, *, revision: str | None = None, engine_kwargs: Ma
         # For a tokenizer that is missing or unreadable, transformers raises OSError, ValueError, KeyError, …
         why = public_url((str(e).splitlines() or [""])[0])[:200]  # it may name the hub's URL
         raise ConfigError(
-            f"model: expected a model with a tokenizer at {source!r}, got {type(e).__name__}: {why}; check the "
+            f"model: expected a model with a tokenizer at {source!r}, got {type(e).__name__}: {why}. Check the "
             "name, the revision and the access to it"
         ) from e
 
@@ -109,7 +109,7 @@ class RowEncoder:
         if rules.loss_roles and not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
                 "input.loss_roles: expected a fast tokenizer, which maps tokens to characters, got "
-                f"{type(tokenizer).__name__}; give each row a loss_mask, or use another tokenizer_mode"
+                f"{type(tokenizer).__name__}. Give each row a loss_mask, or use another tokenizer_mode"
             )
 
     def encode(self, row: Row) -> Encoded:
@@ -127,14 +127,14 @@ class RowEncoder:
         else:
             ids = self._text(row.text or "")
         if not ids:
-            raise InputError("expected at least one token, got none after tokenising; remove the row")
+            raise InputError("expected at least one token, got none after tokenising. Remove the row")
         mask = self._mask(row, ids, mask)
         self._check_length(ids)
         ids, mask = ids[: self._limit], None if mask is None else mask[: self._limit]
         if mask is not None and not any(mask) and not self.rules.include_output_tokens:
             raise InputError(
-                f"expected a loss mask with a 1 in it, got {len(ids)} zeros, from which nothing would be learned; "
-                "correct the mask, or remove the row"
+                f"expected a loss mask with a 1 in it, got {len(ids)} zeros, from which nothing would be learned. "
+                "Correct the mask, or remove the row"
             )
         return Encoded(ids, None if mask is None else bytes(mask))
 
@@ -145,7 +145,7 @@ class RowEncoder:
     def _check_length(self, ids: list[int]) -> None:
         if len(ids) > self._limit and self.rules.too_long != "truncate":
             raise TooLong(
-                f"expected at most {self._limit} tokens, got {len(ids)}; shorten the row, set input.too_long="
+                f"expected at most {self._limit} tokens, got {len(ids)}. Shorten the row, set input.too_long="
                 "truncate, or extract it with a larger input.max_length or engine_kwargs.max_model_len into another run"
             )
 
@@ -163,7 +163,7 @@ class RowEncoder:
         if rules.include_output_tokens:
             return bytes(len(ids))  # only generated tokens count
         raise InputError(
-            "expected a loss mask, or messages from which input.loss_roles derives one, got neither; add a loss_mask "
+            "expected a loss mask, or messages from which input.loss_roles derives one, got neither. Add a loss_mask "
             "to the row, or remove the row"
         )
 
@@ -172,7 +172,7 @@ class RowEncoder:
             # verbose=False: else the tokenizer warns of each text above its own limit, which may not be the model's.
             return _ints(self.tokenizer(text, verbose=False)["input_ids"])
         except Exception as e:
-            raise InputError(f"expected text that the tokenizer accepts, got {_told(e)}; correct the row") from e
+            raise InputError(f"expected text that the tokenizer accepts, got {_told(e)}. Correct the row") from e
 
     def _chat(self, row: Row) -> tuple[list[int], bytes | None]:
         messages = row.messages or []
@@ -187,7 +187,7 @@ class RowEncoder:
             raise
         except Exception as e:
             raise InputError(
-                f"expected messages that the model's chat template accepts, got {_told(e)}; correct the row, or "
+                f"expected messages that the model's chat template accepts, got {_told(e)}. Correct the row, or "
                 "chat_template_kwargs"
             ) from e
 

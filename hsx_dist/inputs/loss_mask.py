@@ -36,7 +36,7 @@ def spans_of_roles(
         if not whole.startswith(before):
             raise InputError(
                 f"loss_roles: expected a chat template that renders the messages before message {i} as it renders them "
-                "within the whole, got another text; give the row a loss_mask"
+                "within the whole, got another text. Give the row a loss_mask"
             )
         start = len(before)
         if message["role"] == "assistant" and i:
@@ -45,7 +45,7 @@ def spans_of_roles(
         if not length:
             raise InputError(
                 f"loss_roles: expected to find message {i} in the rendered chat, got a template that renders it "
-                "differently there; give the row a loss_mask"
+                "differently there. Give the row a loss_mask"
             )
         found.append((start, start + length))
     return found

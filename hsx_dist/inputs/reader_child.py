@@ -66,7 +66,7 @@ def _sendable(item: object) -> object:
     try:
         pickle.dumps(item)
     except Exception as e:  # noqa: BLE001 (as above)
-        return Unreadable(f"the row's values cannot be read ({type(e).__name__}); correct or cast the column")
+        return Unreadable(f"the row's values cannot be read ({type(e).__name__}). Correct or cast the column")
     return item
 
 

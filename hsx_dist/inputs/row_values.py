@@ -103,14 +103,14 @@ _EXACT = (str, int, float, bool, type(None))
 def _checked(value: Any, name: str) -> Any:
     if isinstance(value, str):
         if not is_unicode(value):
-            raise InputError(f"{name}: expected valid Unicode, got half of a surrogate pair; correct the text")
+            raise InputError(f"{name}: expected valid Unicode, got half of a surrogate pair. Correct the text")
     elif isinstance(value, int):
         if value.bit_length() > _MAX_INT_BITS:
             raise InputError(
-                f"{name}: expected integers of at most {_MAX_INT_BITS} bits, got {shown(value)}; store it as text"
+                f"{name}: expected integers of at most {_MAX_INT_BITS} bits, got {shown(value)}. Store it as text"
             )
     elif value is not None and not isinstance(value, float):
-        raise InputError(f"{name}: expected a value that JSON can hold, got {kind_of(value)}; leave it out of the row")
+        raise InputError(f"{name}: expected a value that JSON can hold, got {kind_of(value)}. Leave it out of the row")
     if type(value) in _EXACT:
         return value
     # A subclass, such as NumPy's. The transport to an engine in another process supports only Python's own types.

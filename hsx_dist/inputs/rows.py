@@ -213,7 +213,7 @@ class _RowCheck:
             key = self._key(number, record)
             if not self._first(key):
                 # Refused under the row's number: the key belongs to the first row that has it, also to a refused one.
-                reason = f"duplicate id {key[:80]!r}: an earlier row has it; give each row a different id"
+                reason = f"duplicate id {key[:80]!r}: an earlier row has it. Give each row a different id"
                 return self._refused(row, number, reason)
             fields = self._content(record)
         except InputError as e:

@@ -116,7 +116,7 @@ def find_input(config: InputConfig) -> Input:
         ConfigError: there are none, or they cannot be reached.
     """
     if not config.path:
-        raise ConfigError("input.path: expected a file, a folder or a glob, a local path or URL, got nothing; set it")
+        raise ConfigError("input.path: expected a file, a folder or a glob, a local path or URL, got nothing. Set it")
     shown = public_url(config.path)
     return _told(lambda: _find(config, shown), shown)
 
@@ -147,20 +147,20 @@ def _find(config: InputConfig, shown: str) -> Input:
             sources = _of_folder(config, fs, path)
         elif config.format == "dataset":
             raise ConfigError(
-                f"input.path: expected the folder of a saved data set, got the file {shown}; name its folder, or "
+                f"input.path: expected the folder of a saved data set, got the file {shown}. Name its folder, or "
                 "another input.format"
             )
         else:
             sources = [InputSource(stem(path), (path,), _format(path, config.format) or "jsonl")]
     if not sources:
         raise ConfigError(
-            f"input.path: expected files of rows at {shown}, got none; name them (jsonl, txt, parquet, arrow; or "
+            f"input.path: expected files of rows at {shown}, got none. Name them (jsonl, txt, parquet, arrow; or "
             "set input.format)"
         )
     if twice := sorted(label for label, count in Counter(s.label for s in sources).items() if count > 1):
         raise ConfigError(
             f"input.path: expected files of different names, got several {twice[0]!r} at {shown}, whose rows would "
-            "have the same keys; name one kind of them (a glob such as *.jsonl)"
+            "have the same keys. Name one kind of them (a glob such as *.jsonl)"
         )
     return Input(tuple(sources), shown, fs, config)
 
@@ -180,7 +180,7 @@ def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
         if fs.exists(f"{folder}/{_SPLITS}"):
             splits = _once(_json(fs, f"{folder}/{_SPLITS}")["splits"], folder)
             if config.split is not None and config.split not in splits:
-                raise ConfigError(f"input.split: expected one of {', '.join(splits)}, got {config.split!r}; choose one")
+                raise ConfigError(f"input.split: expected one of {', '.join(splits)}, got {config.split!r}. Choose one")
             wanted = splits if config.split is None else [config.split]
             return [_saved(fs, _within(fs, folder, split), split) for split in wanted]
         if fs.exists(f"{folder}/{_STATE}"):
@@ -188,7 +188,7 @@ def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
         if config.format == "dataset":
             raise ConfigError(
                 f"input.path: expected the folder of a saved data set, with {_STATE} or {_SPLITS}, got one without at "
-                f"{public_url(config.path)}; save it with save_to_disk, or set another input.format"
+                f"{public_url(config.path)}. Save it with save_to_disk, or set another input.format"
             )
     return _of_many(config, fs, {p: i["type"] for p, i in fs.find(folder, detail=True).items()}, folder)
 
@@ -292,10 +292,10 @@ def _json(fs: Any, path: str) -> dict[str, Any]:
             raise ValueError(f"more than {_LARGEST_LIST} bytes")
         found = json.loads(data)
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"input.path: expected JSON in {public_url(path)}, got {e}; save the data set again") from e
+        raise ConfigError(f"input.path: expected JSON in {public_url(path)}, got {e}. Save the data set again") from e
     if not isinstance(found, dict) or not isinstance(found.get("splits", found.get("_data_files")), list):
         raise ConfigError(
-            f"input.path: expected a list of splits or files in {public_url(path)}, got none; save the data set again"
+            f"input.path: expected a list of splits or files in {public_url(path)}, got none. Save the data set again"
         )
     return found
 

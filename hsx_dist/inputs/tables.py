@@ -118,7 +118,7 @@ def read_columns(
         if isinstance(e, (HsxError, MemoryError)):
             raise
         raise FormatError(
-            f"expected {shown} to be a whole {form} file, got: {_first_line(e)}; write or copy the file "
+            f"expected {shown} to be a whole {form} file, got: {_first_line(e)}. Write or copy the file "
             "again, or set input.format"
         ) from e
 
@@ -200,7 +200,7 @@ def _arrow(file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown
 def _chosen(there: list[str], columns: Sequence[str], needed: Sequence[str], shown: str) -> list[str]:
     if not set(needed) & set(there):
         raise ConfigError(
-            f"input: expected one of the columns {', '.join(needed)} in {shown}, got {', '.join(there)[:400]}; name "
+            f"input: expected one of the columns {', '.join(needed)} in {shown}, got {', '.join(there)[:400]}. Name "
             "yours with input.text, input.messages or input.token_ids"
         )
     chosen = [name for name in dict.fromkeys(columns) if name in there]
@@ -217,5 +217,5 @@ def _records(batch: Any) -> list[Any]:
         return found
     except Exception as e:  # noqa: BLE001 (each type of Arrow has its own)
         if batch.num_rows == 1:
-            return [Unreadable(f"the row's values cannot be read ({type(e).__name__}); correct or cast the column")]
+            return [Unreadable(f"the row's values cannot be read ({type(e).__name__}). Correct or cast the column")]
         return [row for i in range(batch.num_rows) for row in _records(batch.slice(i, 1))]

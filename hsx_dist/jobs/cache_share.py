@@ -32,7 +32,7 @@ class CacheShare:
             return None
         return (
             f"the model has layers of several kinds ({', '.join(self.kinds)}): vLLM makes its cache groups alike, so "
-            "hidden states may get a block size of 1 and several times this memory (vllm issue 56774); look at the "
+            "hidden states may get a block size of 1 and several times this memory (vllm issue 56774). Look at the "
             "number of cache blocks in vLLM's log, and check the states with hsx doctor --engine"
         )
 

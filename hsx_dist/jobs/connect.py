@@ -29,5 +29,5 @@ def connect_ray(run: str = "") -> None:
     except ConnectionError as e:
         raise ConfigError(
             f"RAY_ADDRESS: expected a Ray cluster at {public_url(address or 'local')!r}, got: "
-            f"{public_url(str(e))}; start a cluster, or unset RAY_ADDRESS"
+            f"{public_url(str(e))}. Start a cluster, or unset RAY_ADDRESS"
         ) from e

@@ -39,7 +39,7 @@ def machine_limits(in_flight: int, *, has_gpu: bool) -> Iterator[Diagnosis]:
         message = f"{usage.free >> 20:,} MiB free of {usage.total >> 20:,} in /dev/shm"
         if usage.free < MIN_SHM_BYTES:
             message += (
-                f": expected at least {MIN_SHM_BYTES >> 20:,} for Ray's object store and vLLM's ranks; start "
+                f": expected at least {MIN_SHM_BYTES >> 20:,} for Ray's object store and vLLM's ranks. Start "
                 "the container with a larger --shm-size, or mount an emptyDir of medium Memory there"
             )
         yield Diagnosis("shared memory", "ok" if usage.free >= MIN_SHM_BYTES else "warn", message)
@@ -47,14 +47,14 @@ def machine_limits(in_flight: int, *, has_gpu: bool) -> Iterator[Diagnosis]:
     if has_gpu and locked != resource.RLIM_INFINITY and locked < in_flight:
         message = (
             f"{locked >> 10:,} KiB may be locked: expected {in_flight >> 10:,} KiB for the ring, which is pinned for "
-            "copies from the GPU; raise the limit (ulimit -l unlimited), or lower in_flight_bytes"
+            "copies from the GPU. Raise the limit (ulimit -l unlimited), or lower in_flight_bytes"
         )
         yield Diagnosis("locked memory", "warn", message)
     available = _available_memory()
     if available is not None and in_flight > available:
         message = (
             f"{available >> 20:,} MiB available: expected more than in_flight_bytes ({in_flight >> 20:,} MiB) of one "
-            "replica; lower in_flight_bytes, or use a larger machine"
+            "replica. Lower in_flight_bytes, or use a larger machine"
         )
         yield Diagnosis("memory", "fail", message)
 
@@ -88,21 +88,21 @@ def probe_store(config: ExtractConfig) -> str:
                 raise StoreError(f"{store.url}: expected the bytes that were written, got others. Use another store")
             if [info.name for info in store.list(f"{folder}/")] != [name]:
                 raise StoreError(
-                    f"{store.url}: expected one object in a new folder's list, got another list; allow listing"
+                    f"{store.url}: expected one object in a new folder's list, got another list. Allow listing"
                 )
             store.put_if_absent(f"{folder}/b", b"first")
             with suppress(AlreadyExists):
                 store.put_if_absent(f"{folder}/b", b"second")
                 raise StoreError(
                     f"{store.url}: expected a refusal of the second put-if-absent of a name, got none: two drivers "
-                    "could own one run; use a store with conditional writes"
+                    "could own one run. Use a store with conditional writes"
                 )
         finally:
             for rest in ("a", "b"):
                 with suppress(StoreError):
                     store.delete(f"{folder}/{rest}")
         if list(store.list(f"{folder}/")):
-            raise StoreError(f"{store.url}: expected permission to delete objects, got a refusal; allow it")
+            raise StoreError(f"{store.url}: expected permission to delete objects, got a refusal. Allow it")
     except StoreError as e:
         raise ConfigError(f"output: {e}") from e
     return f"{store.url}: put, put-if-absent, get, ranges, list, delete"

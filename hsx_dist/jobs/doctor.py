@@ -31,7 +31,7 @@ def examine(config: ExtractConfig | None, *, engine: bool = False) -> Iterator[D
         yield check
     if engine and config is not None:
         if failed:
-            yield Diagnosis("engine", "warn", "was not started, because an earlier check failed; correct that first")
+            yield Diagnosis("engine", "warn", "was not started, because an earlier check failed. Correct that first")
             return
         from hsx_dist.jobs.doctor_engine import check_engine
 
@@ -80,7 +80,7 @@ def check_packages(ray: bool) -> Iterator[Diagnosis]:
             continue
         low, below = preflight.TESTED[package]
         if Version(found) < Version(preflight.LOWEST[package]):
-            message = f"expected >= {preflight.LOWEST[package]}, got {found}; upgrade it (tested: {low} to {below})"
+            message = f"expected >= {preflight.LOWEST[package]}, got {found}. Upgrade it (tested: {low} to {below})"
             yield Diagnosis(package, "fail", message)
         elif not Version(low) <= Version(found) < Version(below):
             message = f"{found} is outside of the tested range, {low} up to {below}; run doctor with --engine"
@@ -104,11 +104,11 @@ def check_required(package: str, by: Sequence[str]) -> Diagnosis:
             wanted = [r for r in asked_for if r.marker is None or r.marker.evaluate({"extra": ""})]
             break
     if found is None:
-        return Diagnosis(package, "fail", f"expected an installed package, got none; install {package}")
+        return Diagnosis(package, "fail", f"expected an installed package, got none. Install {package}")
     for requirement in wanted:
         if not requirement.specifier.contains(found, prereleases=True):
             return Diagnosis(
-                package, "fail", f"expected {requirement.specifier} for {parent}, got {found}; install that version"
+                package, "fail", f"expected {requirement.specifier} for {parent}, got {found}. Install that version"
             )
     asked = ", ".join(f"{parent} asks for {r.specifier}" for r in wanted if r.specifier)
     return Diagnosis(package, "ok", f"{found}{f' ({asked})' if asked else ''}")
@@ -145,7 +145,7 @@ def check_input(config: ExtractConfig) -> Diagnosis:
             break
     where = public_url(config.input.path)
     if not good:
-        why = f": {reasons[0]}" if reasons else "; check input.limit, input.sample and input.shard_index"
+        why = f": {reasons[0]}" if reasons else ". Check input.limit, input.sample and input.shard_index"
         return Diagnosis("input", "fail", f"expected usable rows in {where}, got none of {len(reasons)}{why}")
     refused = f"; {len(reasons)} of them are refused, the first as {reasons[0]}" if reasons else ""
     return Diagnosis("input", "warn" if reasons else "ok", f"{good + len(reasons)} rows of {where} read{refused}")
@@ -172,7 +172,7 @@ def check_model(config: ExtractConfig) -> list[Diagnosis]:
             Diagnosis(
                 "chat template",
                 "fail",
-                "input.loss_roles: expected a tokenizer with a chat template, got none; set "
+                "input.loss_roles: expected a tokenizer with a chat template, got none. Set "
                 "chat_template_kwargs.chat_template, or give rows a loss_mask",
             )
         )
@@ -205,7 +205,7 @@ def check_support(config: ExtractConfig, path: str) -> Diagnosis:
             "support",
             "fail",
             f"expected a model whose vLLM class supports auxiliary hidden states (SupportsEagle3), got {architecture}, "
-            "which does not; set source: taps, or use a newer vLLM or another model",
+            "which does not. Set source: taps, or use a newer vLLM or another model",
         )
     names = ", ".join(getattr(hf, "architectures", None) or ["no architecture"])
     return Diagnosis("support", "warn", f"vLLM has no built-in model for {names}; check it with --engine")

@@ -93,7 +93,7 @@ def judge(found: Agreement, dtype: str, num_layers: int) -> Diagnosis:
         return Diagnosis(
             "engine",
             "fail",
-            f"{said}: expected at most {limit:g} on average. The states are not this model's: do not use them; try "
+            f"{said}: expected at most {limit:g} on average. The states are not this model's: do not use them. Try "
             "another vLLM version (docs/connector.md), enforce_eager, or without prefix caching, and report it",
         )
     if found.wrong < CONTRAST * max(found.right, 1e-9):

@@ -94,11 +94,11 @@ def ask_nodes(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iter
             yield name, ray.get(ref, timeout=NODE_SECONDS)
         except GetTimeoutError:
             ray.cancel(ref, force=True)
-            message = f"expected an answer within {NODE_SECONDS:.0f} s, got none; look at the node's Ray logs"
+            message = f"expected an answer within {NODE_SECONDS:.0f} s, got none. Look at the node's Ray logs"
             yield name, [Diagnosis("probe", "fail", message)]
         except RayError as e:
             message = (
-                f"expected to run a task there, got: {reason_of(e)}; install hsx-dist with the driver's versions on "
+                f"expected to run a task there, got: {reason_of(e)}. Install hsx-dist with the driver's versions on "
                 "every node, or submit the job with a runtime environment that does"
             )
             yield name, [Diagnosis("probe", "fail", message)]
@@ -119,7 +119,7 @@ def examine_node(
         found.append(Diagnosis("versions", "ok", here))
     else:
         message = (
-            f"expected the driver's versions, {expected_versions}, got {here}; use one image or environment for all"
+            f"expected the driver's versions, {expected_versions}, got {here}. Use one image or environment for all"
         )
         found.append(Diagnosis("versions", "fail", message))
     return found

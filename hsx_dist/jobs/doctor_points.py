@@ -111,7 +111,7 @@ def _judge_point(
         where = f"layers {[e.layer_id for e in bad]} differ"
         if first is not None and first in bad:
             where += f"; layer {first.layer_id} is the first of all points that differs"
-        return Diagnosis(title, "fail", f"{said}: {where}. Do not use them; try enforce_eager, and report it")
+        return Diagnosis(title, "fail", f"{said}: {where}. Do not use them. Try enforce_eager, and report it")
     if unclear := [e.layer_id for e in right if e.unclear(dtype)]:
         return Diagnosis(title, "warn", f"{said}: layers {unclear} differ: {UNKNOWN_ROUTES}")
     if any(e.passed(dtype) for e in wrong):

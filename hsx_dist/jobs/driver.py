@@ -244,7 +244,7 @@ class Driver:
         now = time.monotonic()
         if 0 < self._wait_seconds < now - self._started and not self._numbers:
             raise EngineError(
-                f"expected a ready replica within wait_seconds ({self._wait_seconds:g}), got none; look at the "
+                f"expected a ready replica within wait_seconds ({self._wait_seconds:g}), got none. Look at the "
                 "autoscaler's log, ask for fewer resources, or raise wait_seconds"
             )
         if now - self._since >= WAITING_S:

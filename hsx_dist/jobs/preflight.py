@@ -104,7 +104,7 @@ def check_versions(packages: tuple[str, ...]) -> dict[str, str]:
         low, below = TESTED[package]
         if have < Version(LOWEST[package]):
             raise ConfigError(
-                f"expected {package} >= {LOWEST[package]}, got {have}; upgrade it (tested: {low} up to {below})"
+                f"expected {package} >= {LOWEST[package]}, got {have}. Upgrade it (tested: {low} up to {below})"
             )
         if not Version(low) <= have < Version(below):
             log.warning("%s %s is outside of the tested range (%s up to %s)", package, have, low, below)
@@ -172,12 +172,12 @@ def examine_model(config: ExtractConfig) -> Model:
     if config.layout == "part" and block > config.segment_bytes:
         raise ConfigError(
             f"segment_bytes: expected at least one cache block of {layers} layers ({block} bytes), got "
-            f"{int(config.segment_bytes)}; raise segment_bytes, part_bytes and in_flight_bytes, or capture fewer layers"
+            f"{int(config.segment_bytes)}. Raise segment_bytes, part_bytes and in_flight_bytes, or capture fewer layers"
         )
     if block > config.in_flight_bytes:
         raise ConfigError(
             f"in_flight_bytes: expected at least one cache block of {layers} layers ({block} bytes), got "
-            f"{int(config.in_flight_bytes)}; raise in_flight_bytes"
+            f"{int(config.in_flight_bytes)}. Raise in_flight_bytes"
         )
     return model
 
@@ -225,7 +225,7 @@ def whole_number(config: ExtractConfig, name: str, default: int) -> int:
     if value in (None, -1, "-1", "auto"):
         return default
     if isinstance(value, bool) or not isinstance(value, (int, str)) or not str(value).isdecimal() or int(value) < 1:
-        raise ConfigError(f"engine_kwargs.{name}: expected a whole number from 1 on, got {value!r}; set one")
+        raise ConfigError(f"engine_kwargs.{name}: expected a whole number from 1 on, got {value!r}. Set one")
     return int(value)
 
 

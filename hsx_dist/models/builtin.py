@@ -40,7 +40,7 @@ def smollm2(cache: Path | None = None) -> Path:
     finally:
         shutil.rmtree(building, ignore_errors=True)
     if not folder.is_dir():
-        raise OSError(f"expected a writable folder for the model, got {folder}; set another one with HSX_CACHE")
+        raise OSError(f"expected a writable folder for the model, got {folder}. Set another one with HSX_CACHE")
     return folder
 
 

@@ -16,7 +16,7 @@ Framework = Literal["auto", "torch", "numpy"]
 def resolve_framework(framework: str) -> Literal["torch", "numpy"]:
     """Return ``torch`` or ``numpy``. ``ConfigError``: the name is unknown, or torch is not installed."""
     if framework not in ("auto", "torch", "numpy"):
-        raise ConfigError(f"framework: expected 'auto', 'torch' or 'numpy', got {framework!r}")
+        raise ConfigError(f"framework: expected 'auto', 'torch' or 'numpy', got {framework!r}. Use one of these")
     installed = framework != "numpy" and importlib.util.find_spec("torch") is not None
     if framework == "torch" and not installed:
         raise ConfigError(

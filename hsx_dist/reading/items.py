@@ -68,12 +68,17 @@ class ItemSpec:
                 object.__setattr__(self, "layers", tuple(self.layers))
             elif unknown := sorted(set(self.layers) - set(self.states)):
                 raise ConfigError(f"layers: expected only names in points, got {unknown}. Add these to points")
+            some: list[Any] = [self.layers] if not isinstance(self.layers, Mapping) else list(self.layers.values())
+            if words := [x for ids in some if not isinstance(ids, int) for x in ids if isinstance(x, str)]:
+                raise ConfigError(
+                    f"layers: expected layer ids such as [15, 30], got {words}. Use the numbers of Run.layer_ids"
+                )
         if self.crop not in ("start", "end", "random"):
-            raise ConfigError(f"crop: expected 'start', 'end' or 'random', got {self.crop!r}")
+            raise ConfigError(f"crop: expected 'start', 'end' or 'random', got {self.crop!r}. Use one of these")
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError(f"max_tokens: expected at least 1, got {self.max_tokens}")
+            raise ConfigError(f"max_tokens: expected at least 1, got {self.max_tokens}. Raise it")
         if self.loss_mask not in ("ones", "raise", "off"):
-            raise ConfigError(f"loss_mask: expected 'ones', 'raise' or 'off', got {self.loss_mask!r}")
+            raise ConfigError(f"loss_mask: expected 'ones', 'raise' or 'off', got {self.loss_mask!r}. Use one of these")
         resolve_framework(self.framework)
         names = [name for name in self._names if name != LOSS_MASK or self.loss_mask != "off"]
         final = [new for name in dict.fromkeys((*names, *self.rename)) if (new := self.rename.get(name, name))]
@@ -111,7 +116,8 @@ class ItemSpec:
         missing = sorted(set(layers_of(self.layers, HIDDEN_STATES) or ()) - set(run.layer_ids))
         if missing and run.layer_ids:
             raise ConfigError(
-                f"layers: expected layers of {run.url} among {list(run.layer_ids)}, got {missing}. Omit these layers"
+                f"layers: expected layers of {run.url} among {list(run.layer_ids)}, got {missing}. "
+                "Use the layers of Run.layer_ids"
             )
 
     def span(self, num_tokens: int, key: str, epoch: int) -> tuple[int, int]:

@@ -148,13 +148,13 @@ def _places_of(run: Run, index: Index, keys: Iterable[str]) -> list[int]:
 
 def _side(split: str) -> bool:
     if split not in ("train", "val"):
-        raise ConfigError(f"split: expected 'train' or 'val', got {split!r}")
+        raise ConfigError(f"split: expected 'train' or 'val', got {split!r}. Use one of these")
     return split == "val"
 
 
 def _is_val(keys: Sequence[str], fraction: float) -> np.ndarray[Any, Any]:
     if not 0 <= fraction <= 1:
-        raise ConfigError(f"val_fraction: expected a number from 0 to 1, got {fraction}")
+        raise ConfigError(f"val_fraction: expected a number from 0 to 1, got {fraction}. Correct it")
     threshold = int(fraction * 2**64)
     return np.array([key_hash(key, b"split") < threshold for key in keys], bool)
 

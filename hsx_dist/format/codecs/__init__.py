@@ -98,7 +98,9 @@ def codec_from_dict(d: Mapping[str, Any]) -> Codec:
     try:
         return codec(**{str(k): v for k, v in d.items() if k != "name"})
     except (TypeError, ValueError) as e:
-        raise FormatError(f"codec {name}: expected parameters that it accepts, got {str(dict(d))[:200]}: {e}") from e
+        raise FormatError(
+            f"codec {name}: expected parameters that it accepts, got {str(dict(d))[:200]}: {e}. Correct them"
+        ) from e
 
 
 def resolve_codec(value: str | Mapping[str, Any]) -> Codec:
@@ -108,8 +110,10 @@ def resolve_codec(value: str | Mapping[str, Any]) -> Codec:
     try:
         if not isinstance(name, str) or _find(name) is None:
             near = difflib.get_close_matches(str(name), CODECS, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"codec: expected one of {', '.join(sorted(CODECS))}, got {name!r}{hint}")
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ConfigError(
+                f"codec: expected one of {', '.join(sorted(CODECS))}, got {name!r}{hint}. Choose one of them"
+            )
         return codec_from_dict(d)
     except FormatError as e:
         raise ConfigError(f"codec: {e}") from e
@@ -123,7 +127,7 @@ def _find(name: str) -> type[Codec] | None:
                 register_codec(found.load())
             except Exception as e:  # third-party code: importing it can raise anything
                 raise UnknownCodec(
-                    f"codec {name!r}: expected to load it from entry point {found.value}, got {type(e).__name__}: {e}. "
-                    "Repair or update the package"
+                    f"codec {name!r}: expected entry point {found.value} to be importable, got {type(e).__name__}: "
+                    f"{e}. Repair or update the package"
                 ) from e
     return CODECS.get(name)

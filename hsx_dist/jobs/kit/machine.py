@@ -33,7 +33,7 @@ def examine_machine(report: Path | None, wanted: Sequence[engine_states.Case] | 
 
 
 def _left_out(planned: Check) -> Check:
-    return Check(planned.group, planned.name, cannot="a check of the machine failed; correct that first")
+    return Check(planned.group, planned.name, cannot="a check of the machine failed. Correct that first")
 
 
 def shown(outcome: Outcome) -> Diagnosis:

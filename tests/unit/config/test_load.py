@@ -70,7 +70,7 @@ def test_unknown_names_get_the_nearest_right_one() -> None:
         "per_node?",
         "input.pth: ",
         "(did you mean path?)",
-        "known here: output",
+        "Known here: output",
     ):
         assert near in message
 
@@ -93,7 +93,7 @@ def test_unknown_names_get_the_nearest_right_one() -> None:
         (["layers=[]"], ["layers: expected layer ids"]),
         (["layers=true"], ["layers: expected layer ids"]),
         (["pool=rays"], ["pool: expected 'ray' or 'threads', got 'rays'"]),
-        (["revision=123"], ["revision: expected a valid string, got 123; put it in quotes"]),
+        (["revision=123"], ["revision: expected a valid string, got 123. Put it in quotes"]),
         (["input=3"], ["input: expected"]),
         (["store.retry_seconds=.inf"], ["store.retry_seconds: expected a finite number, got inf"]),
         (["replica.resources.tpu=.nan"], ["replica.resources.tpu: expected a finite number"]),
@@ -165,7 +165,7 @@ def test_a_file_that_is_none(tmp_path: Path, text: str | None, words: str) -> No
 def test_an_empty_file_is_told_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("# nothing\n")
-    with pytest.raises(ConfigError, match=r"output: expected a value, got nothing; set it\nmodel: "):
+    with pytest.raises(ConfigError, match=r"output: expected a value, got nothing\. Set it\nmodel: "):
         load_config(str(path))
 
 
@@ -201,3 +201,8 @@ def test_an_error_of_the_file_shows_no_text_of_it(tmp_path: Path, value: str) ->
     with pytest.raises(ConfigError) as e:
         load_config(path)
     assert "Passw0rd" not in str(e.value)
+
+
+def test_a_file_in_place_of_a_group_names_a_member_to_set() -> None:
+    with pytest.raises(ConfigError, match=r"^input: expected a group of settings, got 'rows.jsonl'\. .* input\.path$"):
+        load_config(None, ("input=rows.jsonl", "model=m", "output=o"))

@@ -121,7 +121,7 @@ def check_capacity(settings, gpus, nodes):
 def test_replicas_that_no_node_has_room_for_are_refused_instead_of_waited_for():
     two_cores = [{"CPU": 2.0}]
     check_capacity(config(), 0, two_cores)  # a writer and a replica
-    with pytest.raises(ConfigError, match=r"room for 0.*lower replica\.num_cpus, writers\.num_cpus"):
+    with pytest.raises(ConfigError, match=r"room for 0.*Lower replica\.num_cpus, writers\.num_cpus"):
         check_capacity(config(replica={"num_cpus": 2}), 0, two_cores)
     check_capacity(config(replica={"num_cpus": 2}, writers={"num_cpus": 0}), 0, two_cores)
     with pytest.raises(ConfigError, match="expected room for 2 replicas"):

@@ -165,7 +165,7 @@ def test_an_engine_is_not_started_after_a_failure(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("hsx_dist.jobs.doctor_engine.measure", lambda _: pytest.fail("an engine was started"))
     found = list(examine(config(tmp_path), engine=True))
     assert found[-1] == Diagnosis(
-        "engine", "warn", "was not started, because an earlier check failed; correct that first"
+        "engine", "warn", "was not started, because an earlier check failed. Correct that first"
     )
 
 

@@ -374,6 +374,7 @@ def test_wrong_arguments_are_told(url: str) -> None:
         {"layers": [3]},
         {"layers": 15},
         {"crop": "middle"},
+        {"layers": ["last"]},
         {"on_error": "ignore"},
         {"rank": 2, "world_size": 2},
         {"rank": 1},
@@ -388,6 +389,8 @@ def test_wrong_arguments_are_told(url: str) -> None:
     ):
         with pytest.raises(ConfigError):
             HiddenStatesDataset(url, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"got \['last'\]\. Use the numbers of Run\.layer_ids"):
+        HiddenStatesDataset(url, layers=["last"])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="Selection"):
         HiddenStatesDataset(open_run(url).select(min_tokens=5), follow=True)
     with pytest.raises(ConfigError, match="expected an attached array 'label'"):

@@ -53,7 +53,7 @@ def test_no_engine_is_started_on_a_machine_that_cannot(ran, monkeypatch):
     found = list(machine.examine_machine(None))
     assert ran == []
     assert {c.state for c in found[1:]} == {"warn"}
-    assert {c.message for c in found[1:]} == {"not run: a check of the machine failed; correct that first"}
+    assert {c.message for c in found[1:]} == {"not run: a check of the machine failed. Correct that first"}
 
 
 def test_a_torch_that_cannot_be_imported_is_a_typed_error(monkeypatch, tmp_path):
