@@ -27,7 +27,7 @@ def print_status(path: str, options: Sequence[str], *, as_json: bool) -> int:
 def _facts(status: RunStatus) -> list[tuple[str, object]]:
     rows, totals = status.rows, status.totals
     of = "" if rows["total"] is None else f" of {rows['total']:,}"
-    sign = f", last sign of life {status.last_sign}" if status.last_sign else ""
+    sign = f", last heartbeat {status.last_sign}" if status.last_sign else ""
     facts: list[tuple[str, object]] = [
         ("run", status.url),
         ("state", f"{status.state} (attempt {status.attempt}{sign})"),

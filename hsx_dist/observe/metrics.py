@@ -50,7 +50,7 @@ _ENDS = tuple("+Inf" if end == math.inf else f"{end:g}" for end in PUT_BUCKETS)
 _FATES = ("stored", "refused", "failed", "poison", "retried")
 
 METRICS: tuple[Metric, ...] = (
-    Metric("rows", "counter", "driver", "Input rows by fate.", "fate", False, _FATES),
+    Metric("rows", "counter", "driver", "Input rows by outcome.", "fate", False, _FATES),
     Metric("rows_left", "gauge", "driver", "Input rows without an outcome; 0 when the attempt has ended.", "", False),
     Metric("replicas_ready", "gauge", "driver", "Replicas whose engine is up.", "", False),
     Metric("replica_deaths", "counter", "driver", "Replicas that died or did not start.", "", False),

@@ -320,7 +320,7 @@ class Workers:
             return [int(n) for n in json.load(answer)["results"]]
 
 
-def test_into_a_folder_beside_another_connector(tiny_model_path, tmp_path, oracle, tokenizer):
+def test_into_a_folder_with_another_connector(tiny_model_path, tmp_path, oracle, tokenizer):
     """Inside vLLM's MultiConnector both connectors hold blocks. This one ships, and the other keeps its blocks longer.
 
     In a folder a reader never finds another request's sample. vLLM's own loader and clean-up work on the same files.

@@ -148,7 +148,7 @@ def test_the_end_is_not_waited_for_longer_than_asked(tmp_path):
     hanging.release()
 
 
-def test_whoever_reads_a_key_by_the_answer_of_its_second_use_is_told(tmp_path):
+def test_readers_of_a_key_by_the_answer_of_its_second_use_get_the_conflict(tmp_path):
     """At no moment a reader gets the first sample as the second: the lock is held until the marker exists."""
     hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, prefix="a.safetensors.conflict"))
     outlet = outlet_on(tmp_path, markers=hanging)

@@ -43,7 +43,7 @@ def connector(rank: int, owners: tuple[int, ...], outlet):
 
 @pytest.mark.parametrize("sibling", [None, 1, 4])
 @pytest.mark.parametrize("owners", [(0, 1, 2), (0,), (0, 2)])
-def test_vllm_hears_of_each_request_once_when_all_ranks_have_reported_it(owners, sibling):
+def test_vllm_gets_each_request_once_when_all_ranks_have_reported_it(owners, sibling):
     """vLLM's own ``MultiConnector`` and aggregator over three ranks whose rings are sometimes full.
 
     The sibling connector reports a request after a number of steps.

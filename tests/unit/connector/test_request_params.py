@@ -336,7 +336,7 @@ def casefolding(name: str) -> str:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=ascii)
-def test_what_lies_under_a_path_never_replaces_the_object_or_the_marker_of_a_key(path):
+def test_an_object_under_a_path_never_replaces_the_object_or_the_marker_of_a_key(path):
     """An object with a path replaces the existing one. One with a key is stored only if none exists."""
     options = read({"hidden_states_path": path})
     if options.path is None:
