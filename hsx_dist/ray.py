@@ -51,7 +51,11 @@ class HiddenStatesSource(Datasource):  # type: ignore[misc]
             ReadTask(
                 _reader(Selection(run, index, np.sort(group)), self._options),
                 BlockMetadata(
-                    num_rows=len(group), size_bytes=int(self._bytes(group)), input_files=None, exec_stats=None
+                    # A part of the rows may be skipped.
+                    num_rows=None if self._options.get("on_error") == "skip" else len(group),
+                    size_bytes=int(self._bytes(group)),
+                    input_files=None,
+                    exec_stats=None,
                 ),
                 per_task_row_limit=per_task_row_limit,
             )

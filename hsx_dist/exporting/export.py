@@ -239,6 +239,12 @@ def _unfinished(path: Path) -> Path:
     return temporary
 
 
+def _sync(path: Path) -> None:
+    """Write the file to the disk. Otherwise a file with its final name may be empty after a crash of the machine."""
+    with path.open("rb") as f:
+        os.fsync(f.fileno())
+
+
 def _create(path: Path, text: str) -> None:
     """Create the file together with its content. Raises ``FileExistsError`` if it exists.
 
@@ -247,6 +253,7 @@ def _create(path: Path, text: str) -> None:
     temporary = _unfinished(path)
     try:
         temporary.write_text(text)
+        _sync(temporary)
         try:
             path.hardlink_to(temporary)
         except FileExistsError:
@@ -358,6 +365,7 @@ def _write_whole(exporter: Exporter, items: Iterable[dict[str, Any]], path: Path
             temporary.write_text(f"{e}\n")
             path = _left_out(path)
         try:
+            _sync(temporary)
             temporary.replace(path)
         except FileNotFoundError:
             if not _is_done(path):  # another process wrote it, finished the export and removed unfinished files

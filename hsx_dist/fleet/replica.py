@@ -226,11 +226,17 @@ class Replica:
         key = self._server.key if self._server is not None else None
         llm = LLM(**engine_arguments(spec, self._transport, self._address, self._name, authkey=key))
         self._engine = llm.llm_engine
+        _require_files(spec)  # again: a trainer may have written a checkpoint while vLLM loaded
         if self._core_here and not self._in_process:
             # vLLM names these actors, with a random id that cannot be set.
             log.info("its ranks' actors are vllm_Worker_%s_TP0, …", self._engine.vllm_config.instance_id)
         # The engine's limit: the model's configuration alone does not determine it.
         longest = min(spec.max_tokens, llm.model_config.max_model_len - 1)
+        if longest < spec.max_tokens and str(spec.engine_kwargs.get("max_model_len")) in ("-1", "auto"):
+            raise EngineError(
+                f"engine_kwargs.max_model_len: expected memory for {spec.max_tokens + 1} tokens, got memory for "
+                f"{longest + 1}. Another replica would cut or refuse other rows. Set max_model_len to {longest + 1}"
+            )
         self._encoder = RowEncoder(
             tokenizer, longest, spec.chat_template_kwargs, vocab_size=spec.vocab_size, rules=spec.rules
         )
@@ -342,12 +348,7 @@ class Replica:
 
 def _same_files(spec: EngineSpec) -> Any:
     """Load the tokenizer. Raises ``EngineError`` unless the model's files here are those on the driver's machine."""
-    for folder, expected in spec.files.items():
-        if (found := folder_weights(folder)) != expected:
-            raise EngineError(
-                f"model: expected the files of the driver's {folder} on {os.uname().nodename}, got "
-                f"{'no folder' if found is None else 'other files'}. Copy one version of the model to all nodes"
-            )
+    _require_files(spec)
     tokenizer = load_tokenizer(spec.model, revision=spec.revision, engine_kwargs=spec.engine_kwargs)
     if spec.tokenizer not in (None, (tokenizer_hash(tokenizer), template_hash(tokenizer))):
         raise EngineError(
@@ -355,6 +356,16 @@ def _same_files(spec: EngineSpec) -> Any:
             "others. Copy one version of the model to all nodes"
         )
     return tokenizer
+
+
+def _require_files(spec: EngineSpec) -> None:
+    """Raise ``EngineError`` unless the model's folders here have the files of the driver's machine."""
+    for folder, expected in spec.files.items():
+        if (found := folder_weights(folder)) != expected:
+            raise EngineError(
+                f"model: expected the files of the driver's {folder} on {os.uname().nodename}, got "
+                f"{'no folder' if found is None else 'other files'}. Copy one version of the model to all nodes"
+            )
 
 
 def row_seed(run: str, key: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 
 from hsx_dist.errors import Fenced, HsxError, RunMismatch
 from hsx_dist.format.manifest import Manifest, RowFate
@@ -13,28 +14,37 @@ from hsx_dist.observe.console import Console
 
 #: Reads the input from its beginning.
 Rows = Callable[[], Iterator[Row | RowFate]]
+#: Rows that are compared at once.
+_BLOCK_ROWS = 64
 
 
 def same_rows(rows: Rows) -> Rows:
-    """Return ``rows``, which raises ``RunMismatch`` at the end of a pass that had other keys than an earlier pass.
+    """Return ``rows``, which raises ``RunMismatch`` if a pass has other rows than the first pass.
 
     The driver counts the rows in one pass, and computes them in another. If a file was removed in between, the driver
-    would mark the run as complete without the file's rows.
+    would mark the run as complete without the file's rows. Blocks of rows are compared before they are yielded, so that
+    no row of another input is computed.
     """
-    first: list[tuple[int, bytes]] = []
+    known: list[bytes] = []  # a running hash after each block of the first whole pass
 
     def read() -> Iterator[Row | RowFate]:
-        total, keys = 0, hashlib.blake2b(digest_size=16)
-        for row in rows():
-            total += 1
-            keys.update(f"{row.key}\0".encode("utf-8", "surrogatepass"))
-            yield row
-        first.append((total, keys.digest()))
-        if first[0] != first[-1]:
-            raise RunMismatch(
-                f"expected the {first[0][0]} rows that an earlier pass over the input found, got {total} rows or other "
-                "keys: the input changed while the run read it. Start the same command again"
-            )
+        total, digest, own, source = 0, hashlib.blake2b(digest_size=8), list[bytes](), rows()
+        while True:
+            block = list(islice(source, _BLOCK_ROWS))
+            for row in block:
+                content = row.content if isinstance(row, Row) else ""
+                digest.update(f"{row.key}\0{content}\0".encode("utf-8", "surrogatepass"))
+            own.append(digest.digest())
+            if known and own[-1] != known[min(len(own), len(known)) - 1]:
+                raise RunMismatch(
+                    f"expected the rows of an earlier pass over the input, got others after row {total}: the input "
+                    "changed while the run read it. Start the same command again"
+                )
+            if not block:  # the hash of the last block again
+                known[:] = known or own
+                return
+            total += len(block)
+            yield from block
 
     return read
 

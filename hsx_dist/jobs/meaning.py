@@ -16,7 +16,7 @@ from hsx_dist.jobs.preflight import Model, argument_folders
 
 _NOT_SET = "(not set)"
 #: Members that earlier versions did not record.
-_NEW = ("weights", "folders", "codec")
+_NEW = ("weights", "folders")
 
 
 def run_meaning(config: ExtractConfig, model: Model) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def run_meaning(config: ExtractConfig, model: Model) -> dict[str, Any]:
         **({} if capture is None else {"source": "taps", "capture": capture}),
         "weights": model.weights,
         **({"folders": folders} if folders else {}),
-        **({"codec": config.codec} if resolve_codec(config.codec).lossy else {}),
+        **_lossy(config.codec),
         "tokenizer_sha256": model.tokenizer_sha256,
         "chat_template_sha256": model.chat_template_sha256,
     }
@@ -58,10 +58,16 @@ def differences(
         # Earlier versions recorded the revision as written and fewer engine arguments, and hid more values.
         now = {name: value for name, value in now.items() if name not in _NEW}
         now |= {name: written[name] for name in ("revision", "engine_kwargs") if name in now and name in written}
+        settings = info.get("settings")
+        before |= _lossy(settings["codec"]) if isinstance(settings, Mapping) and "codec" in settings else {}
         used = {**_engine_kwargs(info.get("settings")), **_engine_kwargs(before)}
         if used:
             before["engine_kwargs"] = engine_meaning(used)
     return list(_differences(before, now, old))
+
+
+def _lossy(codec: Any) -> dict[str, Any]:
+    return {"codec": codec} if resolve_codec(codec).lossy else {}
 
 
 def _engine_kwargs(settings: Any) -> Mapping[str, Any]:
@@ -75,13 +81,12 @@ def _differences(had: Any, has: Any, old: bool, name: str = "") -> Iterator[tupl
         for member in sorted({*had, *has}):
             inner = f"{name}.{member}" if name else member
             yield from _differences(had.get(member, unset), has.get(member, unset), old, inner)
-    elif isinstance(had, list) and isinstance(has, list) and len(had) == len(has):
-        for i, (one, other) in enumerate(zip(had, has, strict=True)):
-            yield from _differences(one, other, old, f"{name}[{i}]")
     elif had != has and not (old and _was_hidden(had, has)):
         yield name, had, has
 
 
 def _was_hidden(had: Any, has: Any) -> bool:
     """Whether an earlier version stored ``had`` for the setting ``has``: hidden, or a text cut after its URL."""
+    if isinstance(had, list) and isinstance(has, list) and len(had) == len(has):
+        return all(one == other or _was_hidden(one, other) for one, other in zip(had, has, strict=True))
     return had == HIDDEN or (isinstance(has, str) and (has.startswith(HIDDEN) or public_url(has) == had))

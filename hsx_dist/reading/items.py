@@ -155,7 +155,7 @@ class ItemSpec:
         Computed from receipts only, without reading the part. Memory for other fetched bytes is not included:
         ``ItemReader.make_of`` holds it.
         """
-        wide = 1 if self.framework != "numpy" else 2  # bf16 becomes float32
+        wide = 1 if resolve_framework(self.framework) == "torch" else 2  # bf16 becomes float32
         states = self.state_bytes(run, key, num_tokens, raw_bytes)
         start, stop = self.span(num_tokens, key, 0)
         return int(states * (wide + max(1.0, stored_bytes / max(1, raw_bytes)))) + _TOKEN_BYTES * (stop - start)

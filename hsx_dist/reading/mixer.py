@@ -190,7 +190,7 @@ def ahead(source: Iterator[Block | None], depth: int, left: Event) -> Generator[
             yield step
     finally:
         left.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)  # as ``read_ahead``
 
 
 def digest(ids: Any) -> str:

@@ -65,7 +65,8 @@ def read_ahead(
             del future
             held -= nbytes
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        # Without waiting: the garbage collector may end an abandoned iteration in a thread that holds a reader's lock.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def reused_memory(max_bytes: int) -> Empty:

@@ -71,13 +71,13 @@ class _Parts:
         self._opening: dict[str, Future[Part]] = {}
 
     def get(self, name: str, open_part: Callable[[str], Part]) -> Part:
+        mine: Future[Part] = Future()
         with self._lock:
             if name in self._kept:
                 self._kept.move_to_end(name)
                 return self._kept[name]
             others = self._opening.get(name)
             if others is None:
-                mine: Future[Part] = Future()
                 self._opening[name] = mine
         if others is not None:
             return others.result()

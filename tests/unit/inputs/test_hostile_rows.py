@@ -159,10 +159,10 @@ def test_what_a_template_and_a_hash_made_of_a_chat_stays() -> None:
     (row,) = rows_from([{"messages": chat, "tools": tools}], InputConfig())
     assert isinstance(row, Row)
     assert row.messages == [{"role": "user", "content": "x", "at": str(when), "n": 1.5, "d": "1.0"}]
-    assert row.content == "116669508feb54cf"
+    assert (row.content, row.old_content) == ("0b097d0e697018be", "116669508feb54cf")
     (bare,) = rows_from([{"messages": CHAT}], InputConfig())
     assert isinstance(bare, Row)
-    assert bare.content == "10ac6e275c1f795f"
+    assert (bare.content, bare.old_content) == ("6ba306c1640ca2d9", "10ac6e275c1f795f")
 
 
 def test_metadata_in_other_types() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
 from hsx_dist.errors import RunMismatch
@@ -39,8 +41,17 @@ def test_an_input_that_changes_between_two_passes_is_refused():
         now = iter([files, changed])
         read = same_rows(lambda now=now: iter(next(now)))
         list(read())
-        with pytest.raises(RunMismatch, match="expected the 4 rows that an earlier pass"):
-            list(read())
+        with pytest.raises(RunMismatch, match="got others after row 0: the input changed"):
+            next(read())  # before a row of another input is computed
+    long = [row(f"r{i}", i, "text") for i in range(200)]
+    other = [*long[:150], row("r150", 150, "other"), *long[151:]]
+    for changed, blocks in ((other, 2), (long[:192], 3), (long[:-1], 3), ([*long, row("new", 200, "text")], 3)):
+        now, seen = iter([long, changed]), []
+        read = same_rows(lambda now=now: iter(next(now)))
+        assert list(read()) == long
+        with pytest.raises(RunMismatch, match="the input changed"):
+            deque(map(seen.append, read()))
+        assert seen == long[: 64 * blocks]
 
 
 def test_a_refused_row_is_done_until_it_is_corrected():

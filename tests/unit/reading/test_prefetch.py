@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -63,4 +64,27 @@ def test_leaving_early_ends_the_threads() -> None:
     reading = read_ahead(lambda i: i, ((i, 1) for i in range(1000)), threads=3, max_bytes=10)
     next(reading)
     reading.close()
-    assert threading.active_count() == before
+    end = time.monotonic() + 60
+    while threading.active_count() > before:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_leaving_waits_for_no_thread() -> None:
+    """The garbage collector may close an abandoned iteration in a thread that holds a lock of these threads."""
+    closed, seen = threading.Event(), []
+
+    def work(i: int) -> int:
+        if i:
+            seen.append(closed.wait(30))
+        return i
+
+    reading = read_ahead(work, ((i, 1) for i in range(1000)), threads=3, max_bytes=10)
+    next(reading)
+    reading.close()
+    closed.set()
+    end = time.monotonic() + 60
+    while not seen:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert all(seen)
