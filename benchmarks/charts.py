@@ -11,45 +11,56 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-_LOAD = "thin/5/prefill/pinned: "
+_PREFILL = "thin/5/prefill/pinned: "
+_DECODE = "thin/5/decode/pinned: "
 
 #: Label of a bar, and the measurement's name in bench.json. Each is a ratio to the same engine without extraction.
 BARS = (
-    ("vLLM's extraction, states dropped", _LOAD + "vLLM's own path: null ÷ none, tokens/s (null)"),
+    ("vLLM's extraction, states dropped", _PREFILL + "vLLM's own path: null ÷ none, tokens/s (null)"),
     (
         "hsx_dist, cache_writes: direct, on disk",
-        _LOAD + "direct: durable ÷ no extraction, until all is durable (direct)",
+        _PREFILL + "direct: durable ÷ no extraction, until all is durable (direct)",
     ),
-    ("hsx_dist, on disk", _LOAD + "ours, durable ÷ no extraction, until all is durable (file)"),
-    ("hsx_dist, S3 server that discards", _LOAD + "ours, durable ÷ no extraction, until all is durable (discard)"),
-    ("vLLM's own connector, on disk", _LOAD + "vLLM's own ÷ no extraction, until all is on the disk (vllm)"),
+    ("hsx_dist, on disk", _PREFILL + "ours, durable ÷ no extraction, until all is durable (file)"),
+    ("hsx_dist, S3 server that discards", _PREFILL + "ours, durable ÷ no extraction, until all is durable (discard)"),
+    ("vLLM's own connector, on disk", _PREFILL + "vLLM's own ÷ no extraction, until all is on the disk (vllm)"),
 )
 #: Text of a row of README's table, the benchmark, and the measurement's name in bench.json.
 ROWS = (
     (
-        "Stored tokens/s, ours ÷ vLLM's own connector, files on one disk",
+        "Prefill: stored tokens/s, ours ÷ vLLM's own connector, files on one disk",
         "engine",
-        _LOAD + "durable ÷ vLLM's own, until all is written (file)",
+        _PREFILL + "durable ÷ vLLM's own, until all is written (file)",
     ),
     (
-        "Engine tokens/s, our copies to host memory ÷ vLLM's extraction alone",
+        "Prefill: engine tokens/s, our copies to host memory ÷ vLLM's extraction alone",
         "engine",
-        _LOAD + "ours: null sink ÷ null, tokens/s (null-sink)",
+        _PREFILL + "ours: null sink ÷ null, tokens/s (null-sink)",
     ),
     (
-        "Engine tokens/s, stored on disk ÷ copies to host memory",
+        "Prefill: engine tokens/s, stored on disk ÷ copies to host memory",
         "engine",
-        _LOAD + "durable ÷ null sink, tokens/s (file)",
+        _PREFILL + "durable ÷ null sink, tokens/s (file)",
     ),
     (
-        "Engine tokens/s, stored on an S3 server ÷ copies to host memory",
+        "Prefill: engine tokens/s, stored on an S3 server ÷ copies to host memory",
         "engine",
-        _LOAD + "durable ÷ null sink, tokens/s (discard)",
+        _PREFILL + "durable ÷ null sink, tokens/s (discard)",
     ),
     (
-        "Time to first token, stored on disk ÷ vLLM's extraction alone",
+        "Prefill: time to first token, stored on disk ÷ vLLM's extraction alone",
         "engine",
-        _LOAD + "time to first token ÷ null's, median (file)",
+        _PREFILL + "time to first token ÷ null's, median (file)",
+    ),
+    (
+        "Decoding: engine tokens/s, stored on disk ÷ copies to host memory",
+        "engine",
+        _DECODE + "durable ÷ null sink, tokens/s (file)",
+    ),
+    (
+        "Decoding: time to first token, stored on disk ÷ vLLM's extraction alone",
+        "engine",
+        _DECODE + "time to first token ÷ null's, median (file)",
     ),
     ("Raw bytes ÷ stored bytes, default codec `split`, lossless", "codec", "ratio of split"),
     (
