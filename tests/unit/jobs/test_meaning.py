@@ -156,6 +156,43 @@ def test_a_replica_compares_its_tokenizer_and_template(tmp_path: Path) -> None:
         replica._start()
 
 
+def started(monkeypatch: pytest.MonkeyPatch, spec: Any, load: Any, max_model_len: int) -> None:
+    """Start a replica. ``load`` is called while vLLM would load the model."""
+
+    def engine(**_: Any) -> Any:
+        load()
+        return SimpleNamespace(llm_engine=None, model_config=SimpleNamespace(max_model_len=max_model_len))
+
+    monkeypatch.setattr("vllm.LLM", engine)
+    replica: Any = Replica.__new__(Replica)
+    replica._spec, replica._server, replica._transport, replica._address, replica._name = spec, None, "inline", "", "0"
+    replica._core_here = replica._in_process = False
+    replica._start()
+
+
+def test_a_checkpoint_that_is_written_while_vllm_loads_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(tmp_path / "model", seed=0)
+    spec = engine_spec(config(model), examine_model(config(model)))
+    started(monkeypatch, spec, lambda: None, 512)
+    with pytest.raises(EngineError, match="expected the files of the driver's"):
+        started(monkeypatch, spec, lambda: tiny_llama(model, seed=1), 512)
+
+
+def test_a_length_that_depends_on_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(tmp_path / "model")
+    for length, refused in ((-1, True), ("auto", True), (None, False)):
+        given = config(model, engine_kwargs={} if length is None else {"max_model_len": length})
+        spec = engine_spec(given, examine_model(given))
+        started(monkeypatch, spec, lambda: None, 512)
+        if refused:
+            with pytest.raises(EngineError, match="got memory for 300"):
+                started(monkeypatch, spec, lambda: None, 300)
+        else:
+            started(monkeypatch, spec, lambda: None, 300)
+
+
 def test_a_folder_with_other_weights_is_refused_at_resume_and_on_another_node(tmp_path: Path) -> None:
     """A training writes its next checkpoint to the same path: the same names, sizes and headers."""
     store, model = MemoryStore(), tiny_llama(tmp_path / "model", seed=0)
