@@ -46,18 +46,27 @@ class Row:
 
     @property
     def content(self) -> str:
-        """Hash of the fields that determine the sample: 16 hex digits. A chat template may print members in order."""
-        return self._hash([self.text, self.messages, self.token_ids, self.tools, self.loss_mask, self.metadata])
+        """Hash of the fields that determine the sample: 16 hex digits."""
+        return _hash(self.body)
+
+    @property
+    def body(self) -> bytes:
+        """JSON of the fields that determine the sample, in order: a chat template may print members in order."""
+        return _json([self.text, self.messages, self.token_ids, self.tools, self.loss_mask, self.metadata])
 
     @property
     def old_content(self) -> str:
         """``content`` in the ``first_rows`` of earlier versions, without metadata and the order of members."""
         more = [] if self.tools is None and self.loss_mask is None else [self.tools, self.loss_mask]
-        return self._hash([self.text, self.messages, self.token_ids, *more], sort_keys=True)
+        return _hash(_json([self.text, self.messages, self.token_ids, *more], sort_keys=True))
 
-    def _hash(self, parts: list[Any], *, sort_keys: bool = False) -> str:
-        body = json.dumps(parts, sort_keys=sort_keys, default=str)
-        return hashlib.blake2b(body.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+def _json(parts: list[Any], *, sort_keys: bool = False) -> bytes:
+    return json.dumps(parts, sort_keys=sort_keys, default=str).encode("utf-8", "surrogatepass")
+
+
+def _hash(body: bytes) -> str:
+    return hashlib.blake2b(body, digest_size=8).hexdigest()
 
 
 def read_rows(config: InputConfig) -> Iterator[Row | RowFate]:

@@ -54,6 +54,14 @@ def test_an_input_that_changes_between_two_passes_is_refused():
         assert seen == long[: 64 * blocks]
 
 
+def test_comparing_large_rows_reads_few_ahead():
+    """A row may have 16 MiB, and 12 times as much as Python objects."""
+    taken = []
+    large = (taken.append(i) or row(f"r{i}", i, "x" * 400_000) for i in range(64))
+    assert next(same_rows(lambda: large)()).key == "r0"
+    assert len(taken) == 3
+
+
 def test_a_refused_row_is_done_until_it_is_corrected():
     before, after = row("a", 0, "too long"), row("a", 0, "short")
     manifest = Manifest([receipt(1, fates=(refused(before),))])

@@ -172,7 +172,7 @@ def test_what_is_not_there_is_told(store: Store, tmp_path: Path) -> None:
     writer = write(store)
     run = open_run(store.url)
     assert not run.complete
-    for key, reason in (("empty", "no text"), ("unlucky", "replica died"), ("nobody", "is not complete")):
+    for key, reason in (("empty", "no text"), ("unlucky", "replica died"), ("absent", "is not complete")):
         with pytest.raises(SampleNotFound, match=reason):
             run[key]
     writer.complete()
@@ -180,7 +180,7 @@ def test_what_is_not_there_is_told(store: Store, tmp_path: Path) -> None:
     assert run.complete
     assert len(run) == 3
     with pytest.raises(SampleNotFound, match="the run is complete with 3 samples"):
-        run["nobody"]
+        run["absent"]
     with pytest.raises(ConfigError, match="2, 15, 30"):
         run["long"].load([3])
     with pytest.raises(ConfigError, match="step"):
