@@ -2,7 +2,7 @@
 
     python -m scripts.language [--counts] [PATH ...]
 
-- Banned words and patterns: ``scripts/banned_words.txt``.
+- Banned words and patterns: ``scripts/banned_words.txt``. They hold for names of functions and classes, too.
 - No sentence of a page or a docstring has more than 30 words.
 - A message that compares reads ``expected X, got Y``.
 
@@ -38,6 +38,7 @@ _SENTENCE_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)(?<!vs\.)(?<=[.!?])
 _SECTION = re.compile(r"^\s*(Args|Attributes|Returns|Yields|Raises|Example|Examples|Note|Notes):$")
 _ENTRY = re.compile(r"^\s*([-*]|\d+\.|\**\w[\w., *]{0,60}:)\s")
 _DIRECTIVE = re.compile(r"\s*(noqa|type:|mypy:|fmt:|pragma|ruff:|!)")
+_NAMED = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _LOGS = {"debug", "info", "warning", "error", "exception", "critical", "warning_once", "info_once"}
 
 
@@ -55,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph, a table's cell, a comment or a message. Each piece of code is the word ``code``."""
+    """A paragraph, a table's cell, a comment, a message or a name. Each piece of code is the word ``code``."""
 
     line: int
     kind: str
@@ -88,7 +89,7 @@ def check_text(path: Path, text: Text) -> Iterator[Finding]:
     for sentence in sentences(text.text):
         for where, pattern, advice in banned():
             found = pattern.search(sentence)
-            if found and (where == "all" or text.kind == "message"):
+            if found and (where == "all" or text.kind in ("message", "name")):
                 yield Finding(path, text.line, f"banned {found[0]!r} ({advice})", sentence)
         count = words(sentence)
         if count > MAX_WORDS and text.kind in ("page", "docstring"):
@@ -139,7 +140,9 @@ def page_texts(source: str) -> Iterator[Text]:
 def source_texts(source: str) -> Iterator[Text]:
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, _NAMED) and not hasattr(io.IOBase, node.name):  # a file object needs ``tell``
+            yield Text(node.lineno, "name", node.name.replace("_", " ").strip())
+        if isinstance(node, ast.Module | _NAMED):
             for statement in node.body:  # a field's docstring follows the field
                 match statement:
                     case ast.Expr(value=ast.Constant(value=str(text))):

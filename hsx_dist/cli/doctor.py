@@ -33,12 +33,12 @@ def run_doctor(
     if engine and not given:
         from hsx_dist.jobs.kit.machine import examine_machine
 
-        return _told(examine_machine(report), as_json)
+        return _print_checks(examine_machine(report), as_json)
     settings = resolve_paths(load_config(config, overrides), Path.cwd()) if given else None
-    return _told(examine(settings, engine=engine), as_json)
+    return _print_checks(examine(settings, engine=engine), as_json)
 
 
-def _told(checks: Iterable[Diagnosis], as_json: bool) -> int:
+def _print_checks(checks: Iterable[Diagnosis], as_json: bool) -> int:
     found = []
     for check in checks:
         found.append(check)

@@ -60,7 +60,7 @@ def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
     for name in busy:
         say(f"in use {name}")
     say(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
-    _tell_unfinished(left, delete=delete)
+    _print_unfinished(left, delete=delete)
     if unreadable:
         say(f"{len(unreadable):,} folders may not be read by this user, and were skipped: run gc as their owner")
     if busy:
@@ -129,7 +129,7 @@ def _collect(
     return found
 
 
-def _tell_unfinished(left: Sequence[ObjectInfo], *, delete: bool) -> None:
+def _print_unfinished(left: Sequence[ObjectInfo], *, delete: bool) -> None:
     if left:
         done = "removed" if delete else "can go; --delete removes them"
         say(f"{len(left):,} files that were never finished, {bytes_text(sum(info.size for info in left))}, {done}")
@@ -159,7 +159,7 @@ def _gc_run(place: Place, path: str, *, delete: bool, watch: float, as_json: boo
     say(f"{len(found):,} parts without a receipt, {bytes_text(size)}, {done}")
     if earlier:
         say(f"{len(earlier):,} objects of runs that were removed here, {done}")
-    _tell_unfinished(left, delete=delete)
+    _print_unfinished(left, delete=delete)
 
 
 def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> None:

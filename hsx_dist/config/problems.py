@@ -52,7 +52,7 @@ def _lines(problem: Any, model: type[BaseModel], hidden: Collection[str]) -> Ite
             .removeprefix("String should have ")
             .split(", unable to")[0]
         )
-        came = _came(problem["input"], loc, hidden)
+        came = _shown_value(problem["input"], loc, hidden)
         members = _fields_at(model, loc) if kind == "model_type" else []
         if members:
             expected, todo = "a group of settings", f"Set its members, such as {field}.{members[0]}"
@@ -63,7 +63,7 @@ def _lines(problem: Any, model: type[BaseModel], hidden: Collection[str]) -> Ite
         yield f"{field}: expected {expected}, got {came}. {todo}"
 
 
-def _came(value: object, loc: tuple[str, ...], hidden: Collection[str]) -> str:
+def _shown_value(value: object, loc: tuple[str, ...], hidden: Collection[str]) -> str:
     if value is None:
         return "nothing"
     if isinstance(value, (dict, list, tuple, set)):

@@ -129,7 +129,7 @@ class RayFleet:
         listed = self.writers.listed
         events: list[FleetEvent] = [NodeGone(node) for node in self.writers.follow(self._nodes)]
         if self.writers.listed != listed:
-            self._tell_replicas()
+            self._send_writers_to_replicas()
         for number, replica in list(self.replicas.items()):
             if replica.node and not self._nodes.is_alive(replica.node):
                 events += self._lost(number, "its node is dead", with_node=True)
@@ -156,7 +156,7 @@ class RayFleet:
                 events += self._apply(number, NodeDrains())
         return events
 
-    def _tell_replicas(self) -> None:
+    def _send_writers_to_replicas(self) -> None:
         for number, replica in self.replicas.items():
             if replica.node:
                 self.actor(number).set_writers.remote(self.writers.listed)
@@ -269,7 +269,7 @@ class RayFleet:
             starting = self.writers.state(actor) is WriterState.STARTING
             self.writers.apply(actor, WriterInput.HEARD)
             if starting:
-                self._tell_replicas()
+                self._send_writers_to_replicas()
             events += self._announce()
         except RayError as e:
             # Ray restarts the writer while its node is alive. Samples that it held have no receipt, and are computed
@@ -343,7 +343,7 @@ class RayFleet:
         end = None if timeout is None else time.monotonic() + timeout
         events: list[FleetEvent] = []
         if end is None:
-            events += self._flush_whatever_it_takes(hurry)
+            events += self._flush_replicas_and_writers(hurry)
         else:
             self._flush_by(end)
         # Receipts of the flush arrive with the open call of ``events``, or with the next one. With a time limit there
@@ -367,7 +367,7 @@ class RayFleet:
         failures(early, end - time.monotonic())
         failures(flushing(self.writers.present), end - time.monotonic())
 
-    def _flush_whatever_it_takes(self, hurry: Callable[[], bool] | None) -> list[FleetEvent]:
+    def _flush_replicas_and_writers(self, hurry: Callable[[], bool] | None) -> list[FleetEvent]:
         events: list[FleetEvent] = []
         replicas = self._started_replicas()
         for actor, error in flush_until_known(replicas, hurry=hurry).items():

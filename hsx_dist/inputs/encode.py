@@ -172,7 +172,7 @@ class RowEncoder:
             # verbose=False: else the tokenizer warns of each text above its own limit, which may not be the model's.
             return _ints(self.tokenizer(text, verbose=False)["input_ids"])
         except Exception as e:
-            raise InputError(f"expected text that the tokenizer accepts, got {_told(e)}. Correct the row") from e
+            raise InputError(f"expected text that the tokenizer accepts, got {_error_text(e)}. Correct the row") from e
 
     def _chat(self, row: Row) -> tuple[list[int], bytes | None]:
         messages = row.messages or []
@@ -187,7 +187,7 @@ class RowEncoder:
             raise
         except Exception as e:
             raise InputError(
-                f"expected messages that the model's chat template accepts, got {_told(e)}. Correct the row, or "
+                f"expected messages that the model's chat template accepts, got {_error_text(e)}. Correct the row, or "
                 "chat_template_kwargs"
             ) from e
 
@@ -237,5 +237,5 @@ def _ints(ids: Any) -> list[int]:
     return [int(i) for i in ids]
 
 
-def _told(e: Exception) -> str:
+def _error_text(e: Exception) -> str:
     return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"

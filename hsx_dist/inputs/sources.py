@@ -90,7 +90,7 @@ class Input:
             lines = compressed and isinstance(file, AbstractBufferedFile | io.BufferedIOBase)
             return io.BufferedReader(file, _BUFFER) if lines else file
 
-        return _told(opened, self.shown)
+        return _with_config_errors(opened, self.shown)
 
     def stored_bytes(self, path: str) -> int | None:
         """Return the stored (compressed) size of a file of a source, or None if the back end does not know it.
@@ -106,7 +106,7 @@ class Input:
             # A member's recorded size may be false. All members are stored before the directory.
             return min(members.getinfo(path.lstrip("/")).compress_size, members.start_dir)
 
-        return _told(size, self.shown)
+        return _with_config_errors(size, self.shown)
 
 
 def find_input(config: InputConfig) -> Input:
@@ -118,7 +118,7 @@ def find_input(config: InputConfig) -> Input:
     if not config.path:
         raise ConfigError("input.path: expected a file, a folder or a glob, a local path or URL, got nothing. Set it")
     shown = public_url(config.path)
-    return _told(lambda: _find(config, shown), shown)
+    return _with_config_errors(lambda: _find(config, shown), shown)
 
 
 def found_again(config: InputConfig, sources: tuple[InputSource, ...]) -> Input:
@@ -128,7 +128,7 @@ def found_again(config: InputConfig, sources: tuple[InputSource, ...]) -> Input:
         ConfigError: it cannot be reached.
     """
     shown = public_url(config.path)
-    return _told(lambda: Input(sources, shown, _file_system(config, shown)[0], config), shown)
+    return _with_config_errors(lambda: Input(sources, shown, _file_system(config, shown)[0], config), shown)
 
 
 def _find(config: InputConfig, shown: str) -> Input:
@@ -326,7 +326,7 @@ def stem(path: str) -> str:
     return (root if suffix.lower() in _FORMATS else name) or name
 
 
-def _told(do: Callable[[], _T], shown: str) -> _T:
+def _with_config_errors(do: Callable[[], _T], shown: str) -> _T:
     """Return the result of ``do``. Converts every error of a back end to a ``ConfigError`` without the error's text."""
     try:
         return do()

@@ -77,7 +77,7 @@ def remaining(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> 
 
 
 @contextmanager
-def telling_what_is_missing(rows: Rows, manifest: Manifest, console: Console) -> Iterator[None]:
+def logging_missing_rows(rows: Rows, manifest: Manifest, console: Console) -> Iterator[None]:
     """If the attempt ends with an error, log the rows without a receipt that this driver knows."""
     try:
         yield

@@ -44,17 +44,17 @@ def _all(config: ExtractConfig | None) -> Iterator[Diagnosis]:
     yield from check_machine(config)
     if config is None:
         return
-    yield from _told("codec", lambda: [Diagnosis("codec", "ok", str(resolve_codec(config.codec)))])
-    yield from _told("input", lambda: [check_input(config)])
-    yield from _told("model", lambda: check_model(config))
-    yield from _told("store", lambda: [Diagnosis("store", "ok", probe_store(config))])
+    yield from _with_failure("codec", lambda: [Diagnosis("codec", "ok", str(resolve_codec(config.codec)))])
+    yield from _with_failure("input", lambda: [check_input(config)])
+    yield from _with_failure("model", lambda: check_model(config))
+    yield from _with_failure("store", lambda: [Diagnosis("store", "ok", probe_store(config))])
     if config.pool == "ray":
         from hsx_dist.jobs.doctor_nodes import check_cluster
 
-        yield from _told("cluster", lambda: check_cluster(config))
+        yield from _with_failure("cluster", lambda: check_cluster(config))
 
 
-def _told(name: str, do: Callable[[], Sequence[Diagnosis]]) -> Iterator[Diagnosis]:
+def _with_failure(name: str, do: Callable[[], Sequence[Diagnosis]]) -> Iterator[Diagnosis]:
     try:
         yield from do()
     except HsxError as e:  # its message has the action

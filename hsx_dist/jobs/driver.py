@@ -143,7 +143,7 @@ class Driver:
                 self._is_complete()  # the flush may have stored the last rows
                 break
             verdict = self._hand_out(rows)
-            self._tell_pause(verdict)
+            self._update_pause(verdict)
             if self._is_to_end():
                 continue
             if self._is_idle() and (self._exhausted or verdict.capacity == 0) and not verdict.paused:
@@ -153,7 +153,7 @@ class Driver:
                 continue
             self._handle_all(self._fleet.poll(0.5))
             self._ledger.flush_old()
-            self._say_what_is_waited_for()
+            self._report_waiting()
             self._progress.show(running=sum(len(t.rows) for ts in self._ready.values() for t in ts))
         self._ledger.flush()
 
@@ -227,7 +227,7 @@ class Driver:
 
     # -- progress and markers ------------------------------------------------------------------------------------
 
-    def _tell_pause(self, verdict: Verdict) -> None:
+    def _update_pause(self, verdict: Verdict) -> None:
         self._progress.paused = verdict.paused
         if verdict.paused and not self._paused:
             self._progress.say(f"paused by {verdict.paused}")
@@ -238,7 +238,7 @@ class Driver:
             self._progress.say("data/ is below its limit again: continuing")
         self._paused = verdict.paused
 
-    def _say_what_is_waited_for(self) -> None:
+    def _report_waiting(self) -> None:
         if self._ready:
             return
         now = time.monotonic()

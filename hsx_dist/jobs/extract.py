@@ -25,7 +25,7 @@ from hsx_dist.format.runs import (
 from hsx_dist.inputs.encode import RowRules
 from hsx_dist.inputs.rows import read_rows, rows_from
 from hsx_dist.jobs import preflight
-from hsx_dist.jobs.accounting import Rows, remaining, same_rows, telling_what_is_missing
+from hsx_dist.jobs.accounting import Rows, logging_missing_rows, remaining, same_rows
 from hsx_dist.jobs.attempt import begin_attempt, complete, open_or_start_run, take_over, unless_removed
 from hsx_dist.jobs.capture import capture_of_run
 from hsx_dist.jobs.connect import connect_ray
@@ -210,7 +210,7 @@ def _compute(
         # Before the heartbeat's last value, which states that no process of this attempt writes any more.
         stack.callback(lambda: fleet.close(quickly=heartbeat.state != "finished"))
         stack.enter_context(stop_on_signals(driver))
-        with telling_what_is_missing(rows, manifest, console):
+        with logging_missing_rows(rows, manifest, console):
             driver.run(remaining(rows, manifest, retry_poison=config.retry_poison))
         heartbeat.state = f"stopped: {driver.ended}" if driver.ended else "finished"
         if not driver.ended:

@@ -199,7 +199,7 @@ def _measure(config: ExtractConfig, model: Model, rows: Iterator[Row | RowFate],
             continue
         computed = min(len(encoded.token_ids) + _longest_answer(config) - 1, model.max_tokens)
         kept = kept_tokens(encoded, computed, config)
-        measured.lengths.append(_RowLength(computed, kept, _beside(row, encoded, kept, model, config)))
+        measured.lengths.append(_RowLength(computed, kept, _overhead_bytes(row, encoded, kept, model, config)))
     return measured
 
 
@@ -260,7 +260,7 @@ def _sample(rows: Iterator[Row | RowFate], size: int) -> tuple[int, int, list[Ro
     return usable, unreadable, some
 
 
-def _beside(row: Row, encoded: Encoded, kept: int, model: Model, config: ExtractConfig) -> float:
+def _overhead_bytes(row: Row, encoded: Encoded, kept: int, model: Model, config: ExtractConfig) -> float:
     """Bytes of a sample without its states: token ids, attached arrays, and its share of headers."""
     ids = 8 * kept * len(model.rows) + (kept if encoded.loss_mask is not None else 0)  # each point has the ids
     if config.select == "mean":

@@ -111,7 +111,7 @@ class Index:
         names = {self.parts[i].part for i in used}
         return {name for name in names if name is not None}
 
-    def lie_in(self, parts: Set[str]) -> _Array:
+    def stored_in(self, parts: Set[str]) -> _Array:
         """bool ``[N]``: whether all segments of a sample are stored in ``parts``."""
         there = np.array([r.part in parts for r in self.parts], bool)
         found: _Array = there[self.part_of]

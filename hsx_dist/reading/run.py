@@ -104,15 +104,15 @@ class _ProvenPart:
         self.url = store.url
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        with self._told(name):
+        with self._missing_part_errors(name):
             return self._store.get_ranges(name, ranges)
 
     def head(self, name: str) -> ObjectInfo:
-        with self._told(name):
+        with self._missing_part_errors(name):
             return self._store.head(name)
 
     @contextmanager
-    def _told(self, name: str) -> Iterator[None]:
+    def _missing_part_errors(self, name: str) -> Iterator[None]:
         try:
             yield
         except NotFound as e:

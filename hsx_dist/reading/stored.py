@@ -22,7 +22,7 @@ def select_stored(run: Run) -> Selection:
     Parts of other samples were removed after use, or are lost. Raises ``StoreError``.
     """
     index = run.index
-    return Selection(run, index, np.flatnonzero(index.lie_in(stored_parts(run.store))))
+    return Selection(run, index, np.flatnonzero(index.stored_in(stored_parts(run.store))))
 
 
 def read_stored(samples: Iterable[Sample], read: Callable[[Sample], T]) -> Iterator[T]:

@@ -75,7 +75,7 @@ class CodecSuite:
 
     @every_dtype
     @pytest.mark.parametrize("shape", _SHAPES, ids=str)
-    def test_what_is_decoded_is_what_was_encoded(self, codec: Codec, dtype: str, shape: tuple[int, int]) -> None:
+    def test_decoded_states_equal_the_encoded_states(self, codec: Codec, dtype: str, shape: tuple[int, int]) -> None:
         x = _layer(*shape, dtype)
         y = decoded(codec, encoded(codec, x, dtype), shape, dtype)
         if not codec.lossy:

@@ -92,7 +92,7 @@ class StoreSuite:
         assert store.head("large").size == len(whole)
         assert store.get("large") == whole
 
-    def test_of_a_larger_object_only_its_beginning_comes(self, store: Store) -> None:
+    def test_get_with_a_limit_returns_only_the_first_bytes(self, store: Store) -> None:
         store.put("a/b", [b"0123456789"])
         store.put("empty", [b""])
         for most in (1, 9, 10, 11, 1 << 20, 1 << 33):
@@ -197,7 +197,7 @@ class StoreSuite:
 
     # -- missing objects -----------------------------------------------------------------------------------------
 
-    def test_missing_objects_are_told_by_name(self, store: Store) -> None:
+    def test_errors_of_missing_objects_name_the_object_and_the_store(self, store: Store) -> None:
         store.put("there/it/is", [b"x"])
         calls: list[Callable[[str], object]] = [
             store.get,
@@ -229,7 +229,7 @@ class StoreSuite:
             store.head("a/b")
         assert store.get("a/c") == b"2"
 
-    def test_a_conditional_delete_spares_what_was_stored_anew(self, store: Store) -> None:
+    def test_a_conditional_delete_keeps_a_newer_version(self, store: Store) -> None:
         """A store without conditional deletes has no such method, or raises ``StoreError``."""
         conditional = cast(Conditional, store)
         store.put("sub/a", [b"old"])
@@ -250,7 +250,7 @@ class StoreSuite:
                 conditional.version(missing)
         assert list(store.list()) == []
 
-    def test_a_conditional_put_spares_what_was_stored_anew(self, store: Store) -> None:
+    def test_a_conditional_put_keeps_a_newer_version(self, store: Store) -> None:
         conditional = cast(Conditional, store)
         store.put("sub/a", [b"old"])
         if not isinstance(store, Conditional) or not self.has_conditional_puts:

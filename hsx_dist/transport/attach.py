@@ -36,7 +36,7 @@ class AttachedEnd(LocalEnd):
         size = in_flight_bytes - in_flight_bytes % ALIGN
         self._remote = RemoteSender(partial(_attach, address, key, size), size, self._note_lost, meter)
         super().__init__(
-            self._remote, size, meter=meter, least_bytes=CALL_BYTES, memory=self._remote.memory, idle=self._tell_gauges
+            self._remote, size, meter=meter, least_bytes=CALL_BYTES, memory=self._remote.memory, idle=self._send_gauges
         )
 
     def _note_lost(self, event: Event) -> None:
@@ -46,9 +46,9 @@ class AttachedEnd(LocalEnd):
 
     def _report(self, pages: list[Page], shipped: list[Shipped], seconds: float) -> None:  # noqa: ARG002
         self._sent = self._increments.gauges()
-        self._remote.tell(message((), shipped, {**self._increments.counters(), **self._sent}))
+        self._remote.send_message(message((), shipped, {**self._increments.counters(), **self._sent}))
 
-    def _tell_gauges(self) -> None:
+    def _send_gauges(self) -> None:
         """Send gauges that changed since the last page. Otherwise freed blocks would still be counted as held."""
         if self._increments.gauges() != self._sent:
             self._report([], [], 0.0)

@@ -160,7 +160,7 @@ class RemoteSender:
         if copy.whole and (copy.reported or not self._restarts):
             del self._copies[source]
 
-    def tell(self, data: bytes | memoryview) -> None:
+    def send_message(self, data: bytes | memoryview) -> None:
         """Send a message without pages, after all pages sent before."""
         if (peer := self._peer) is not None:  # the reading thread may set it to None
             peer.send(data)

@@ -310,9 +310,9 @@ class PartSink:
     def _seal_by_age(self) -> None:
         while not self._closed.wait(min(1.0, self._opt.part_seconds / 4)):
             # A separate method, so that its local variables are freed during the wait.
-            self._seal_what_is_old()
+            self._seal_or_drop_old_segments()
 
-    def _seal_what_is_old(self) -> None:
+    def _seal_or_drop_old_segments(self) -> None:
         with self._lock:
             now = time.monotonic()
             if not self._storing or now - self._stored_at < self._opt.stale_seconds * _OUTAGE:

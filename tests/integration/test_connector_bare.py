@@ -196,7 +196,7 @@ def test_n_choices_are_stored_under_keys_that_can_be_computed(llm, oracle, outpu
         oracle.assert_equal(tokens, data["hidden_states"], LAYERS)
 
 
-def test_the_same_key_for_other_tokens_is_told(llm, output):
+def test_a_key_used_again_for_other_tokens_is_refused(llm, output):
     first, second = ask(llm, [ids(8), ids(9)], [{"hidden_states_key": "twice"}] * 2)
     told = [o.kv_transfer_params["hidden_states_meta"].get("refused", {}) for o in (first, second)]
     assert sum("hidden_states_key" in t for t in told) == 1

@@ -245,7 +245,7 @@ def test_a_customers_key_goes_with_puts_and_gets(backend, server):
         ({"session": object()}, "session"),
     ],
 )
-def test_what_obstore_cannot_be_told_is_left_to_fsspec_and_said(given, says, server, caplog):
+def test_options_that_obstore_lacks_select_fsspec_and_are_logged(given, says, server, caplog):
     options = server.storage_options(**given)
     with pytest.raises(ConfigError, match=says):
         open_store("s3://b/run", options, backend="obstore")
@@ -270,7 +270,7 @@ def test_a_bucket_in_another_region_is_found(backend):
         assert store.get("a") == b"x"
 
 
-def test_a_bucket_in_a_region_that_nobody_tells_is_said_to_be_elsewhere(clean):
+def test_a_bucket_in_another_region_raises_an_error_that_names_the_region(clean):
     def elsewhere(request):
         if "/eu-north-1/" in request.headers.get("authorization", ""):
             return None

@@ -50,7 +50,7 @@ def two_ranks(tiny_model_path, monkeypatch):
     )
 
 
-def test_every_rank_ships_what_it_owns_and_a_killed_engine_is_told(two_ranks, tiny_model_path, tmp_path):
+def test_every_rank_ships_its_rows_and_a_killed_engine_is_reported(two_ranks, tiny_model_path, tmp_path):
     store = open_store(str(tmp_path))
     write_v1_run(store, {"meaning": {}})
     attempt = take_attempt(store, {})

@@ -36,7 +36,7 @@ def test_one_token_and_the_longest_prompt_alone(engine):
         engine.run(prompts(1, length))
 
 
-def test_chunked_prefill_beside_other_requests(engine):
+def test_chunked_prefill_in_batches_with_other_requests(engine):
     lengths = (1, 31, 32, 33, 63, 64, 65, 100, 129, 200, 255)
     config = engine.llm.llm_engine.vllm_config.scheduler_config
     assert config.max_num_batched_tokens == CHUNK < max(lengths)  # no step can take a long prompt whole

@@ -19,7 +19,7 @@ OTHER = {
 }
 
 
-def test_two_ranks_in_child_processes_each_ship_rows_of_their_own(tmp_path, monkeypatch, capfd):
+def test_two_ranks_in_child_processes_ship_different_rows(tmp_path, monkeypatch, capfd):
     """States are replicated over ranks, so a sample put together from two ranks would not show. Here states differ.
 
     Another connector runs in the same engine, and vLLM expects its reports from every rank: no block stays held. At the

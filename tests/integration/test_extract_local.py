@@ -76,7 +76,7 @@ def test_states_equal_those_of_transformers(run, tiny_model_path):
     assert {1, 16, 17, 64, 65, 255} <= lengths
 
 
-def test_long_samples_lie_in_several_segments_and_read_as_one(run):
+def test_long_samples_are_stored_in_several_segments(run):
     assert any(len(record.segments) > 1 for record in run.manifest.samples.values())
     assert len(run.manifest.parts) > 1
 
@@ -226,7 +226,7 @@ def test_what_only_the_engine_refuses_costs_that_row_alone_and_is_run_once_corre
     assert not second.refused
 
 
-def test_wrong_sampling_parameters_are_told_before_the_engine_is_loaded(tiny_model_path, tmp_path):
+def test_wrong_sampling_parameters_raise_before_the_engine_is_loaded(tiny_model_path, tmp_path):
     with pytest.raises(EngineError, match=r"sampling_params: expected arguments of vLLM's SamplingParams.*temperature"):
         hsx_dist.extract(
             ["a"], model=str(tiny_model_path), output=tmp_path / "run", sampling_params={"temperature": -1}

@@ -123,7 +123,7 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
         assert doomed.node_id not in dict(fleet.writers.listed)
 
 
-def test_a_writer_that_waits_for_its_cpu_is_waited_for_by_nobody(cluster):
+def test_a_writer_without_a_free_cpu_does_not_block_the_run(cluster):
     """Another job keeps the CPU of one node. The run goes on, and ends, with the writers on other nodes."""
     busy = cluster.add_node(num_cpus=1, resources={"busy": 1}, object_store_memory=100 << 20)
     cluster.wait_for_nodes()

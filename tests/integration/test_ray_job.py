@@ -179,7 +179,7 @@ def test_prometheus_finds_data_for_every_panel_and_every_alarm(finished, scraper
 
 
 @needs_prometheus
-def test_what_prometheus_scraped_adds_up_to_what_is_stored(finished, scraper, rows, s3):
+def test_scraped_metrics_equal_the_totals_of_the_run(finished, scraper, rows, s3):
     run = open_run(f"{s3.url}/job", storage_options=s3.storage_options)
 
     def scraped(name: str, match: str = "") -> float:
@@ -212,7 +212,7 @@ def test_the_last_heartbeat_carries_the_same_sums(job, s3, rows):
     assert counted["encode_seconds"] > 0
 
 
-def test_the_dashboard_says_what_is_what(finished, cluster, s3):
+def test_the_ray_dashboard_names_actors_and_tasks(finished, cluster, s3):
     def api(url: str):
         request = urllib.request.Request(url, headers={"Authorization": f"Bearer {cluster.head.token}"})
         return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60)

@@ -134,7 +134,7 @@ def test_a_client_that_hangs_up_leaves_the_prompt_whole_or_a_marker(served, toke
     assert data["token_ids"].tolist() == tokenizer("Good bye.").input_ids
 
 
-def test_a_wrong_value_and_a_used_key_are_told_in_the_answer_and_by_a_marker(served):
+def test_wrong_values_and_used_keys_are_reported_in_the_answer_and_by_a_marker(served):
     first = served.client.completions.create(
         model="tiny", prompt="One.", max_tokens=1, extra_body=params(hidden_states_key="k", hidden_states_layers=[99])
     )
@@ -246,7 +246,7 @@ def test_every_choice_of_batches_and_streams_has_states_that_are_exact(served, o
         check(list(ids), choice.hidden_states)
 
 
-def test_the_mean_of_one_layer_in_an_answer_and_what_is_refused(served, oracle, tokenizer):
+def test_an_answer_holds_the_mean_of_one_layer_and_wrong_parameters_are_refused(served, oracle, tokenizer):
     import openai
 
     def ask(**params: Any) -> Any:
@@ -294,7 +294,7 @@ def metrics(served: Served, wanted: Sequence[str]) -> dict[str, str]:
         assert time.monotonic() < end, found
 
 
-def test_metrics_show_what_was_stored(served):
+def test_metrics_count_stored_samples(served):
     found = metrics(served, ["stored_total", "skipped_total"])
     assert float(found["page_bytes_total"]) > 0
     assert float(found["pages_total"]) >= float(found["samples_total"]) >= float(found["stored_total"])

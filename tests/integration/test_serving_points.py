@@ -102,7 +102,7 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def ask_beside(served: Served, long: list[int], mine: list[list[int]], keys: str) -> tuple[list[Any], bool]:
+def ask_concurrently(served: Served, long: list[int], mine: list[list[int]], keys: str) -> tuple[list[Any], bool]:
     """The answers to ``mine`` while ``long`` generates, and whether all came before its end, so in its batches."""
     asked = {"hidden_states_key": f"{keys}long", "hidden_states_points": {"q": [0]}}
     body = {"kv_transfer_params": asked, "ignore_eos": True}
@@ -130,7 +130,7 @@ def test_requests_of_one_batch_store_other_points(served: Served, hooked: Hooked
     """Six requests while a seventh generates. Each gets the points that it selects, and their rows are the model's."""
     (long,), mine = prompts(70, 40), prompts(71, 20, 64, 9, 140, 33, 12)
     for attempt in range(8):  # on a busy machine the seventh may end before the six have started
-        answers, together = ask_beside(served, long, mine, f"{attempt}-")
+        answers, together = ask_concurrently(served, long, mine, f"{attempt}-")
         if together:
             break
     else:

@@ -57,7 +57,7 @@ def test_the_trainers_data_set_reads_from_the_run(prepared: tuple[str, Path]) ->
         assert np.array_equal(last, sample.states[:, 3])
 
 
-def test_what_the_run_lacks_is_missing_or_told(prepared: tuple[str, Path]) -> None:
+def test_missing_samples_are_none_and_missing_layers_raise(prepared: tuple[str, Path]) -> None:
     run, _ = prepared
     assert transfer(run).get_cached(99) is None
     assert pickle.loads(pickle.dumps(transfer(run, None))).get_cached(0)["hidden_states"].shape[1] == 4
@@ -108,7 +108,9 @@ def test_a_runs_parts_are_never_removed(
     assert part.exists()
 
 
-def test_only_what_lies_under_the_storage_path_is_read_or_removed(prepared: tuple[str, Path], tmp_path: Path) -> None:
+def test_objects_outside_the_storage_path_are_neither_read_nor_removed(
+    prepared: tuple[str, Path], tmp_path: Path
+) -> None:
     from hsx_dist.cli import main
 
     run, _ = prepared

@@ -38,7 +38,7 @@ class TestGcs(StoreSuite):
     def store(self, gcs: GcsServer) -> Store:
         return _store(gcs, f"{gcs.url}/{uuid.uuid4().hex}/run")
 
-    def test_a_conditional_delete_spares_what_was_stored_anew(self, store: Store) -> None:
+    def test_a_conditional_delete_keeps_a_newer_version(self, store: Store) -> None:
         """This emulator ignores the condition. The probe detects that before anything is deleted."""
         with pytest.raises(StoreError, match="expected a store with conditional deletes"):
             require_conditional_deletes(store)

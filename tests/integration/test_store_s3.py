@@ -67,7 +67,7 @@ class TestS3(StoreSuite):
         return _store(s3, url)
 
 
-def test_gc_spares_what_was_stored_anew(s3: S3Server, url: str) -> None:
+def test_gc_keeps_a_newer_version_of_an_expired_object(s3: S3Server, url: str) -> None:
     store = _store(s3, url)
     require_conditional_deletes(store)
     assert list(store.list()) == []

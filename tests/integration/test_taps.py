@@ -262,7 +262,7 @@ def test_requests_of_one_batch_choose_other_points(tapped: Tapped) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 6])
-def test_an_aborted_request_has_all_points_of_what_was_computed_or_none(tapped: Tapped, steps: int) -> None:
+def test_an_aborted_request_has_all_points_of_its_computed_tokens_or_none(tapped: Tapped, steps: int) -> None:
     """During its chunked prefill, and during decode."""
     tapped.read.clear()
     tapped.shipped.pages.clear()

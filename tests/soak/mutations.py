@@ -134,7 +134,7 @@ def _spliced(data: bytes, rng: random.Random) -> Mutated:
     return bad, any(bad == golden(name) for name in FILES)  # two parts may have the same first bytes
 
 
-def _length_lies(data: bytes, rng: random.Random) -> Mutated:
+def _wrong_length(data: bytes, rng: random.Random) -> Mutated:
     (n,) = struct.unpack_from("<Q", data)
     lie = rng.choice([0, 1, n - 8, n + 8, n + 1, len(data), 10**8, 10**8 + 1, 2**32, 2**60, 2**63, 2**64 - 1])
     return struct.pack("<Q", lie) + data[8:], False
@@ -179,7 +179,7 @@ def _tampered(value: Any, rng: random.Random) -> None:
         container[key] = deepcopy(rng.choice(VALUES))  # a later change must not reach VALUES
 
 
-def _description_lies(data: bytes, rng: random.Random) -> Mutated:
+def _wrong_description(data: bytes, rng: random.Random) -> Mutated:
     header, description, content = _parsed(data)
     for _ in range(rng.choice([1, 1, 2, 3])):
         _tampered(description, rng)
@@ -196,7 +196,7 @@ def _description_lies(data: bytes, rng: random.Random) -> Mutated:
     return _assembled(header, header["__metadata__"], text, content), True
 
 
-def _table_lies(data: bytes, rng: random.Random) -> Mutated:
+def _wrong_table(data: bytes, rng: random.Random) -> Mutated:
     (n,) = struct.unpack_from("<Q", data)
     header, content = json.loads(data[8 : 8 + n]), data[8 + n :]
     metadata = header.pop("__metadata__", {})
@@ -213,7 +213,7 @@ def _table_lies(data: bytes, rng: random.Random) -> Mutated:
     return _assembled(header, metadata, text, content), True
 
 
-def _json_lies(data: bytes, rng: random.Random) -> Mutated:
+def _wrong_json(data: bytes, rng: random.Random) -> Mutated:
     """Duplicate names, invalid UTF-8, deep nesting and NaNs, in the text of the header or of the description."""
     header, description, content = _parsed(data)
     text = json.dumps(description)
@@ -234,16 +234,16 @@ def _json_lies(data: bytes, rng: random.Random) -> Mutated:
     return bytes(made), True
 
 
-def _chunk_lies(data: bytes, rng: random.Random) -> Mutated:
+def _wrong_chunk(data: bytes, rng: random.Random) -> Mutated:
     """Change a chunk's content. Its size, checksum and table stay correct: only the codec can detect the change."""
     header, description, content = _parsed(data)
     if description["schema"] == "vllm":
-        return _description_lies(data, rng)
+        return _wrong_description(data, rng)
     i = rng.randrange(len(description["segments"]))
     segment = description["common"] | description["segments"][i]
     k, c = rng.randrange(len(segment["layer_ids"])), rng.randrange(len(segment["crcs"][0]))
     if "sizes" not in segment:
-        return _description_lies(data, rng)
+        return _wrong_description(data, rng)
     sizes = segment["sizes"][k]
     a = header[f"{i}.{k}"]["data_offsets"][0] + sum(sizes[:c])
     old = content[a : a + sizes[c]]
@@ -285,11 +285,11 @@ _KINDS: dict[str, Callable[[bytes, random.Random], Mutated]] = {
     "bits flipped": _flipped,
     "overwritten": _overwritten,
     "spliced": _spliced,
-    "header length lies": _length_lies,
-    "description lies": _description_lies,
-    "table lies": _table_lies,
-    "JSON lies": _json_lies,
-    "chunk lies": _chunk_lies,
+    "header length lies": _wrong_length,
+    "description lies": _wrong_description,
+    "table lies": _wrong_table,
+    "JSON lies": _wrong_json,
+    "chunk lies": _wrong_chunk,
 }
 KINDS = tuple(_KINDS)
 #: Kinds for files without this project's description.

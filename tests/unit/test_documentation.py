@@ -121,7 +121,7 @@ def test_every_test_that_the_connectors_page_names_is_there():
         assert len(found) == 1 if begins == test or file else found, f"{word}: {found}\n{row}"
 
 
-def test_blocks_run_in_order_in_one_namespace_and_a_failure_tells_where(tmp_path: Path):
+def test_blocks_run_in_order_in_one_namespace_and_a_failure_names_the_line(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(
         "Text.\n\n```python\nx = 41\n```\n\n```sh\nexport Y=1\necho $Y > y\n```\n\n<!-- not run: no cluster -->\n"

@@ -145,7 +145,7 @@ def test_the_guide_on_other_tools_writes_each_trainers_files(tmp_path: Path, mon
     assert names["batch"]["hidden_states"].shape == (8, HIDDEN)
 
 
-def test_the_guide_on_routing_replay_reads_what_is_exported(tmp_path: Path) -> None:
+def test_the_guide_on_routing_replay_reads_the_exported_files(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     run_of(*(point_sample(f"s{i}", 9 + i, seed=i).segments(i) for i in range(3)), store=open_store(url))
     (config, command, *_) = blocks = snippets(GUIDES / "routing-replay.md")

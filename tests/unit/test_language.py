@@ -58,6 +58,14 @@ def test_pages(text: str, rules: list[str], tmp_path: Path):
         ('raise ValueError(f"x must be 1: {x}")', ["expected 'expected X, got Y' in a message"]),
         ('logger.warning("nobody reads %s", x)', ["banned 'nobody'"]),
         ('"""It came."""', []),
+        ("def _tell_replicas(): ...", ["banned 'tell'"]),
+        ("async def test_nobody_waits(): ...", ["banned 'nobody'"]),
+        ("class A:\n    def what_came(self): ...", ["banned 'came'"]),
+        ("def test_what_is_stored_is_read(): ...", ["banned 'what is'"]),
+        ("class lie: ...", ["banned 'lie'"]),
+        ("class File:\n    def tell(self): ...", []),
+        (f"def expected_{'_'.join(['a'] * 31)}(): ...", []),
+        ("def whomever_tellers(nobody): ...", []),
     ],
 )
 def test_sources(text: str, rules: list[str], tmp_path: Path):

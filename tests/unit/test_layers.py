@@ -52,7 +52,7 @@ def test_refuses(spec: list[int | str], words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("depth", range(7, 130))
-def test_eagle3_is_four_layers_whatever_the_depth(depth: int) -> None:
+def test_eagle3_is_four_layers_at_any_depth(depth: int) -> None:
     assert len(resolve_layers("eagle3", depth)) == 4
 
 

@@ -36,7 +36,7 @@ def test_another_requests_sample_is_neither_read_nor_removed(tmp_path, meta, is_
 
 
 @pytest.mark.parametrize("error", ["used before", None])
-def test_what_was_not_loaded_stays(tmp_path, error):
+def test_delete_keeps_objects_that_were_not_loaded(tmp_path, error):
     """The request failed, or ``wait`` was over while its lock was held: the object is an earlier request's."""
     store_a(tmp_path)
     path = str(tmp_path / NAME)

@@ -30,7 +30,7 @@ def test_length_has_a_limit():
 
 
 @pytest.mark.parametrize("text", ["\U000e0001" * 5000, "a\n" * 5000, "\U000e0001" * 100, "a" * 995 + "\x1b" * 5])
-def test_a_limit_is_one_of_what_is_shown(text):
+def test_the_limit_counts_printed_characters(text):
     shown = bounded(text)
     assert MAX_REASON - 10 < len(shown) <= MAX_REASON
     assert printable(text).startswith(shown.removesuffix("…"))

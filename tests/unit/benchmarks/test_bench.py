@@ -92,12 +92,12 @@ def test_for_which_loads_goals_are_meant(load, sink, meant):
     assert engine_report.is_meant(engine_loads.LOADS[load], sink, "none") is meant
 
 
-def test_each_ratio_has_a_name_of_its_own():
+def test_names_of_ratios_are_unique():
     names = [what for what, *_ in engine_report.RATIOS]
     assert len(set(names)) == len(names)
 
 
-def test_what_is_seen_of_windows_is_of_them_alone():
+def test_memory_and_cpu_time_are_measured_within_the_windows():
     watch = processes.Watch(os.getpid(), None)
     watch._seen = [(t, m, t / 2) for t, m in ((0, 9), (1, 5), (2, 6), (3, 99), (4, 7), (5, 8), (6, 50), (7, 60))]
     windows = [{"start": 1, "full": 1, "answered": 2, "durable": 2.5}]
@@ -241,7 +241,7 @@ def test_processes_that_a_process_started(listed, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(bench.BENCHMARKS))
-def test_every_result_that_is_kept_can_be_told(name):
+def test_every_stored_result_makes_rows_with_numbers(name):
     file = RESULTS / f"{name}.json"
     rows = list(bench.BENCHMARKS[name][3](json.loads(file.read_text()))) if file.exists() else []
     assert all(row.what and isinstance(row.measured, float | int) for row in rows)

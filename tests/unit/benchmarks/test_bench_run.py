@@ -36,7 +36,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def test_one_that_ends_well(made, tmp_path: Path):
+def test_a_successful_benchmark_stores_its_result_and_table(made, tmp_path: Path):
     found = made("")
     assert found["failed"] == ""
     assert [row["measured"] for row in found["rows"]] == [1.5]
@@ -44,19 +44,21 @@ def test_one_that_ends_well(made, tmp_path: Path):
     assert (tmp_path / "results" / "short" / "made.md").read_text() == "the table"
 
 
-def test_one_that_dies_after_it_wrote_something(made, capsys: pytest.CaptureFixture[str]):
+def test_a_benchmark_that_exits_with_an_error_keeps_its_rows(made, capsys: pytest.CaptureFixture[str]):
     found = made('sys.exit("cell 2 of 23 died")\n')
     assert found["failed"] == "ended with status 1"
     assert [row["measured"] for row in found["rows"]] == [1.5]
     assert "cell 2 of 23 died" in capsys.readouterr().err
 
 
-def test_one_that_writes_nothing(made):
+def test_a_benchmark_without_a_result_file_fails(made):
     assert made('(place / "made.json").unlink()\n')["failed"] == "wrote no made.json"
 
 
 @pytest.mark.slow
-def test_one_that_takes_too_long_ends_with_all_that_it_started(made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_benchmark_over_its_time_limit_is_killed_with_its_child_processes(
+    made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(bench, "LIMIT_S", 10)
     found = made(
         'child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)\n'

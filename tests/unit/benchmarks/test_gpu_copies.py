@@ -75,7 +75,7 @@ print(*sorted(found & {"vllm", "ray", "transformers", "pydantic", "yaml", "zstan
     assert done.stdout.split() == []
 
 
-def test_copies_beside_a_product_are_copies():
+def test_copies_during_a_matrix_product_copy_and_raise_their_errors():
     """In inference mode, like the benchmark. Errors of the copies are raised: else nothing would slow down."""
     shape = Shape("tiny", 2, 256, 100, "LTH")
     kept = Keeping()
@@ -107,7 +107,7 @@ def test_without_a_gpu_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.Mo
     assert "Not measured on a GPU" in (tmp_path / "gpu.md").read_text()
 
 
-def test_the_table_of_what_was_measured():
+def test_the_table_shows_figures_and_goals():
     row = {
         "model": "m", "layers": 2, "hidden": 64, "tp": 1, "tokens": 512, "order": "LTH", "block": 16,
         "gb_per_s": {"ours": 20.0, "reference": 5.0, "limit": 21.0, "beside the product": 9.0},

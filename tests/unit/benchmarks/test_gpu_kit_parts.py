@@ -146,7 +146,7 @@ def test_prefill_measures_every_batch(sink, result, monkeypatch):
     assert "Qwen3-4B" in found["figures"]["load"]
 
 
-def test_a_model_without_weights_is_one_that_transformers_knows(tmp_path):
+def test_transformers_reads_the_configuration_without_weights(tmp_path):
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(prefill.qwen3_4b_shape(tmp_path / "m"))

@@ -138,7 +138,7 @@ def test_the_jobs_entry_point_takes_the_same(
     assert "No such option" in capsys.readouterr().err
 
 
-def test_the_script_has_no_knobs_of_its_own() -> None:
+def test_the_script_parses_no_arguments() -> None:
     script = Path(__file__).parents[3] / "ray_jobs" / "extract.py"
     assert "job_main()" in script.read_text()
     assert "argparse" not in script.read_text()

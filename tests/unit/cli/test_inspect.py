@@ -138,7 +138,7 @@ def test_show_sample(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "[12, 3, 16]" in capsys.readouterr().out
 
 
-def test_show_what_is_not_there(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_of_a_missing_or_refused_sample_prints_the_reason(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert hsx("show", run, "nope") == 2
     assert "nope" in capsys.readouterr().err
     assert hsx("show", run, "row:00000003") == 2

@@ -90,7 +90,7 @@ def test_cat_points(run: str, made: PointSample, tmp_path: Path, capsys: pytest.
         (("-o", "x.safetensors", "--points", "q,mlp_out", "--layers", "3"), "expected layers of point 'mlp_out' among"),
     ],
 )
-def test_cat_of_what_is_not_stored(
+def test_cat_of_missing_points_fails_and_writes_no_file(
     run: str, args: Any, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

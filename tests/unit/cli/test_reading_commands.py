@@ -78,7 +78,7 @@ def test_show_reads_the_layers_of_a_small_sample_at_once(monkeypatch: pytest.Mon
     assert [len(some) for some in loads] == [500, 200, 200, 100]
 
 
-def test_cat_writes_what_was_asked_for(store: Store, tmp_path: Path) -> None:
+def test_cat_writes_the_chosen_layers_and_tokens(store: Store, tmp_path: Path) -> None:
     out = tmp_path / "a.npz"
     assert hsx("cat", store.url, "s3", "-o", str(out), "--layers", "30,2", "--tokens", "1:-2") == 0
     got = np.load(out)
@@ -134,7 +134,7 @@ def test_a_mask_of_another_length_is_an_error(tmp_path: Path, monkeypatch: pytes
         run_cat(store.url, "s3", str(tmp_path / "a.npz"), (), layers=None, tokens=None)
 
 
-def test_show_tells_outlier_channels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_lists_outlier_channels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sample = random_sample("a", 20, dtype="float32", odd=False)
     values = np.full(sample.states.shape, 0.5, np.float32)
     values[:, 1, 7] = 50
@@ -147,7 +147,7 @@ def test_show_tells_outlier_channels(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "7 (100x)" in capsys.readouterr().out
 
 
-def test_show_tells_the_tokens_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_the_tokens_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = tmp_path / "model"

@@ -147,7 +147,7 @@ def test_kuberay_knows_every_field(job, path):
             assert not OWN[path][name] or value in OWN[path][name]
 
 
-def test_the_pods_are_well_formed_and_run_as_nobody_in_particular(job):
+def test_pods_have_known_fields_and_run_as_an_unprivileged_user(job):
     for group in groups(job):
         assert all(isinstance(v, str) for v in group["rayStartParams"].values())  # KubeRay accepts only strings
         assert set(group["template"]) <= set(POD["template"].split())
@@ -188,7 +188,7 @@ def test_a_pod_has_time_to_drain_and_the_driver_to_stop(documents, job):
     assert settings.resume == "allow"
 
 
-def test_access_is_by_token_and_by_role_and_ray_is_the_one_that_is_tested(documents, job):
+def test_the_cluster_file_sets_token_access_a_service_account_and_the_tested_ray(documents, job):
     assert job["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     assert job["rayClusterSpec"]["rayVersion"] == installed("ray")
     names = {g["template"]["spec"]["serviceAccountName"] for g in groups(job)}

@@ -117,7 +117,7 @@ def test_unknown_names_get_the_nearest_right_one() -> None:
         (["output.x=1"], ["expected output to be a mapping, got a str"]),
     ],
 )
-def test_refusals_say_expected_came_do(overrides: list[str], words: list[str]) -> None:
+def test_errors_name_the_expected_value_and_the_given_value(overrides: list[str], words: list[str]) -> None:
     message = refusal(*overrides)
     for word in ("expected", *words):
         assert word in message
@@ -125,11 +125,11 @@ def test_refusals_say_expected_came_do(overrides: list[str], words: list[str]) -
     assert "pydantic" not in message
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_one_error_lists_all_problems() -> None:
     assert len(refusal("part_bytes=1KiB", "in_flight_bytes=1KiB", "min_replicas=9").splitlines()) == 3
 
 
-def test_what_is_passed_on_is_left_alone() -> None:
+def test_keyword_arguments_for_other_libraries_are_not_changed() -> None:
     direct = {
         "engine_kwargs": {"tensor_parallel_size": 2, "hf_overrides": {"a": [1, 2]}, "pipeline_parallel_size": 1},
         "sampling_params": {"max_tokens": 4, "n": 1, "extra_args": {"x": 1}},
@@ -162,7 +162,7 @@ def test_a_file_that_is_none(tmp_path: Path, text: str | None, words: str) -> No
     assert words.lower() in str(e.value).lower()
 
 
-def test_an_empty_file_is_told_what_is_missing(tmp_path: Path) -> None:
+def test_an_empty_file_raises_an_error_that_lists_required_settings(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("# nothing\n")
     with pytest.raises(ConfigError, match=r"output: expected a value, got nothing\. Set it\nmodel: "):
@@ -195,7 +195,7 @@ def test_storage_options_of_a_command_line(monkeypatch: pytest.MonkeyPatch) -> N
     "value",
     ["!Passw0rd-of-mine", "*Passw0rd", "!Passw0rd!x y", "!'Passw0rd' y", "a\nPassw0rd x: 1\nPassw0rd x: 2"],
 )
-def test_an_error_of_the_file_shows_no_text_of_it(tmp_path: Path, value: str) -> None:
+def test_an_error_in_the_file_does_not_show_its_text(tmp_path: Path, value: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(f"model: m\noutput: o\nlayers: {value}\n")
     with pytest.raises(ConfigError) as e:

@@ -78,7 +78,7 @@ def test_paths(tmp_path: Path) -> None:
     assert resolve_paths(resolved, Path("/elsewhere")) == resolved
 
 
-def test_what_is_no_local_path_stays(tmp_path: Path) -> None:
+def test_names_and_urls_are_not_resolved_as_local_paths(tmp_path: Path) -> None:
     for model in ("org/name", "builtin:smollm2-135m-instruct"):
         config = make(model=model, output="s3://b/x", input={"path": "memory://a/in.jsonl"})
         assert resolve_paths(config, tmp_path) == config
@@ -98,13 +98,13 @@ def test_select_is_one_of_few_words(value: str) -> None:
         make(select=value)
 
 
-def test_what_is_compared_must_be_whole() -> None:
+def test_check_samples_is_refused_with_a_mean() -> None:
     assert make(select="all", check_samples=3).check_samples == 3
     with pytest.raises(ConfigError, match="check_samples: expected 0 with select=mean, got 3"):
         make(select="mean", check_samples=3)
 
 
-def test_a_job_is_told_of_paths_that_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_refused_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_in_job("output", "runs/here")  # no job
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     for fine in ("/runs/here", "s3://bucket/run"):

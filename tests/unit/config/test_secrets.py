@@ -108,7 +108,7 @@ def test_a_credential_in_a_text_is_hidden() -> None:
         "chat_template_kwargs.note=at https://host:9000. Or me@host?",
     ],
 )
-def test_what_is_none_passes(override: str) -> None:
+def test_overrides_without_a_credential_are_accepted(override: str) -> None:
     load_config(None, [override], model="m", output="o")
 
 
@@ -152,7 +152,7 @@ def test_no_credential_is_shown(config: ExtractConfig) -> None:
         assert SECRET not in text
 
 
-def test_public_keeps_names_and_what_is_harmless(config: ExtractConfig) -> None:
+def test_public_settings_hide_secrets_and_keep_names_and_endpoints(config: ExtractConfig) -> None:
     public = config.public()
     assert public["store"]["storage_options"] == {
         "key": "(not shown)",

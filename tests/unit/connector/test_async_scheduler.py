@@ -271,7 +271,7 @@ def test_every_row_is_right_however_far_ahead_is_scheduled(drive, order, depth, 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("acceptance", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("blocks", [64, 14], ids=["room", "preempted"])
-def test_every_row_is_right_whatever_drafts_are_accepted(drive, order, depth, acceptance, blocks):
+def test_every_row_is_right_at_any_rate_of_accepted_drafts(drive, order, depth, acceptance, blocks):
     """A rejected draft leaves the states of a wrong token in the cache, which the next step overwrites."""
     prompts = [list(range(300 * i, 300 * i + n)) for i, n in enumerate((60, 62, 61, 63, 1, 15))]
     rows, runner = drive(

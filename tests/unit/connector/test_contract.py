@@ -71,7 +71,7 @@ def cache(*specs):
     return KVCacheConfig(8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], s) for s in specs])
 
 
-def test_the_group_of_hidden_states_is_found_by_its_spec_wherever_it_stands():
+def test_the_hidden_state_cache_group_is_found_by_its_spec_at_any_index():
     full, hidden = spec(FullAttentionSpec), spec(HiddenStateCacheSpec)
     assert hidden_state_group(cache(full, hidden), "m") == 1
     assert hidden_state_group(cache(hidden, full, full), "m") == 0
@@ -88,7 +88,7 @@ def test_every_rank_reports_a_request_and_the_hybrid_cache_manager_stays_on():
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_a_request_preempted_at_its_end_is_computed_again_whatever_the_role(role):
+def test_requests_preempted_at_their_end_are_computed_again_in_any_role(role):
     ours = SimpleNamespace(_kv_transfer_config=KVTransferConfig(kv_connector="HiddenStatesConnector", kv_role=role))
     assert HiddenStatesConnector.requires_kv_delivery.fget(ours)
 
@@ -146,7 +146,7 @@ def test_a_server_whose_longest_sample_exceeds_its_budget_is_warned_of(caplog, l
     assert ("max_model_len=32768 tokens has 1073741824 bytes" in caplog.text) is said
 
 
-def test_rays_executor_takes_a_stores_credentials_along_only_where_it_is_told(monkeypatch):
+def test_rays_executor_copies_credentials_only_with_configured_prefixes(monkeypatch):
     """Ray's executor copies variables with certain prefixes to its workers. ``docs/guides/serving.md`` names them."""
     from vllm.ray.ray_env import get_env_vars_to_copy
 

@@ -111,7 +111,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def test_a_copy_takes_no_threads_of_its_own_and_every_other_thread_has_those_it_had(two_threads, monkeypatch):
+def test_a_copy_uses_one_torch_thread_and_other_threads_keep_theirs(two_threads, monkeypatch):
     # As in vLLM's CPU worker.
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     found = []

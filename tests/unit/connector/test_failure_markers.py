@@ -42,7 +42,7 @@ def store():
     return MemoryStore()
 
 
-class Told:
+class ReleaseRecorder:
     """Replaces the locks, and records the requests that released theirs, in order."""
 
     def __init__(self):
@@ -58,7 +58,7 @@ class Told:
 
 @pytest.fixture
 def locks():
-    return Told()
+    return ReleaseRecorder()
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_of_several_failed_requests_one_is_another_ones(store, hanging, order):
     assert sorted(store.objects) == ["a.safetensors", "a.safetensors.conflict.json"]
 
 
-def test_a_request_that_ends_while_its_name_is_told_leaves_no_lock(store, locks):
+def test_a_request_that_fails_while_a_marker_of_its_name_is_written_leaves_no_lock(store, locks):
     """Its lock is passed on to a request that has already released its own."""
     slow = HangingStore(store, Strike(PUTS, times=1))
     markers = Markers(slow, locks=locks)
@@ -294,7 +294,7 @@ def test_a_store_that_refuses_markers_keeps_few_locks_and_stops_no_end(store, lo
     assert markers.close() == ["c.safetensors"]  # the name is reported at the end
 
 
-def test_what_is_remembered_of_a_name_is_short(store):
+def test_remembered_names_have_at_most_128_characters(store):
     markers = Markers(store)
     path = "\u20ac" * 1024
     markers.fail(path, path, "why")

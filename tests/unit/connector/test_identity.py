@@ -76,7 +76,7 @@ def test_a_sample_of_a_run_has_no_identity(tmp_path):
 
 
 @pytest.mark.parametrize("identity", ["b" * 32, {}, 1])
-def test_what_is_no_identity_is_refused(tmp_path, identity):
+def test_malformed_identities_are_refused(tmp_path, identity):
     store_a(tmp_path)
     with pytest.raises(ConfigError, match="identity: expected the answer's"):
         hsx_dist.load_hidden_states(str(tmp_path / NAME), identity=identity)

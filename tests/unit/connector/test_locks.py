@@ -63,7 +63,7 @@ def test_one_holder_stands_for_any_number_of_requests(tmp_path):
     assert (locks._held, locks._names) == ({}, {})
 
 
-def test_a_lock_of_nothing_is_removed_but_never_beside_an_object(tmp_path):
+def test_lock_files_are_removed_only_without_an_object(tmp_path):
     locks = ObjectLocks(tmp_path)
     for name in ("a.safetensors", "b.safetensors"):
         locks.hold(name, name)
@@ -74,7 +74,7 @@ def test_a_lock_of_nothing_is_removed_but_never_beside_an_object(tmp_path):
     assert not is_held(tmp_path / "b.safetensors.lock")
 
 
-def test_asked_for_it_is_held_by_a_thread_and_given_back_in_whatever_order(tmp_path, monkeypatch):
+def test_requested_locks_are_taken_on_a_thread_and_can_be_released_before(tmp_path, monkeypatch):
     """A request for a lock does not wait for the file system. A lock released before it is held does not stay held."""
     inside, go = threading.Event(), threading.Event()
     make = ObjectLocks._open
@@ -125,7 +125,7 @@ def test_a_file_system_that_hangs_does_not_keep_a_process_from_ending(tmp_path, 
     assert ended
 
 
-def test_a_lock_that_cannot_be_made_is_logged_and_nobody_waits_for_it(tmp_path, caplog):
+def test_a_lock_that_cannot_be_created_is_logged_and_does_not_block(tmp_path, caplog):
     locks = ObjectLocks(tmp_path)
     locks.ask("x" * 300, "r")
     locks.ask("a", "s")
@@ -135,7 +135,7 @@ def test_a_lock_that_cannot_be_made_is_logged_and_nobody_waits_for_it(tmp_path, 
     locks.release("r", stored=False)
 
 
-def test_a_file_system_that_does_not_say_what_is_there_keeps_no_lock_shut(tmp_path, monkeypatch):
+def test_a_lock_is_released_when_the_file_system_raises_an_error(tmp_path, monkeypatch):
     locks = ObjectLocks(tmp_path)
     locks.hold("a", "r")
     with monkeypatch.context() as broken:
@@ -144,7 +144,7 @@ def test_a_file_system_that_does_not_say_what_is_there_keeps_no_lock_shut(tmp_pa
     assert not is_held(tmp_path / "a.lock")
 
 
-def test_a_lock_stays_beside_what_was_stored_while_another_release_looked(tmp_path, monkeypatch):
+def test_a_lock_file_stays_if_an_object_is_stored_during_a_release(tmp_path, monkeypatch):
     locks = ObjectLocks(tmp_path)
     locks.hold("a", "r1")
     looked = Path.exists
@@ -173,7 +173,7 @@ def test_another_process_writing_the_same_object_does_not_stop_a_step(tmp_path):
     assert not is_held(tmp_path / "a.safetensors.lock")
 
 
-def test_readers_of_what_lies_there_do_not_keep_the_next_ones_from_waiting(tmp_path):
+def test_a_lock_held_by_a_reader_is_replaced_so_that_new_readers_wait(tmp_path):
     """A lock held by a reader is replaced: that reader goes on, and new readers wait."""
     path = tmp_path / "a.safetensors.lock"
     path.touch()
@@ -394,7 +394,7 @@ def test_a_file_that_another_user_linked_in_the_place_of_a_lock_keeps_its_mode(t
     assert command.stat().st_mode & 0o7777 == 0o4755
 
 
-def test_a_reader_that_may_not_open_the_lock_file_is_told_what_to_do(tmp_path, monkeypatch):
+def test_a_lock_file_without_read_permission_raises_an_error_with_advice(tmp_path, monkeypatch):
     """Without the lock the reader could get the sample of an earlier request with this name."""
 
     def denied(*_args, **_kwargs):

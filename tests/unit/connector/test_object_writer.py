@@ -61,7 +61,7 @@ def test_a_skipped_request_leaves_a_marker_and_no_lock(tmp_path):
     assert time.monotonic() - started < 30  # immediately, not after the wait
 
 
-def test_the_same_key_with_other_tokens_is_told_to_both_and_replaces_nothing(tmp_path):
+def test_a_key_used_again_for_other_tokens_is_a_conflict_and_replaces_nothing(tmp_path):
     outlet = outlet_on(tmp_path)
     first = some()
     submit(outlet, "a", first)
@@ -205,7 +205,7 @@ def test_a_request_that_ends_early_does_not_harm_another_of_its_key(tmp_path, qu
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors", "a.safetensors.lock"]
 
 
-def test_when_all_requests_of_a_key_fail_the_last_tells(tmp_path):
+def test_the_last_failed_request_of_a_key_writes_the_marker(tmp_path):
     outlet = outlet_on(tmp_path)
     for request in "rs":
         outlet.expect(Expect(request, "a.safetensors", 0, True))
@@ -285,7 +285,7 @@ def test_a_name_that_its_file_system_does_not_take_stops_no_step(tmp_path):
     outlet.close(1)
 
 
-def test_names_with_and_without_suffix_have_markers_of_their_own(tmp_path):
+def test_names_with_and_without_suffix_have_different_markers(tmp_path):
     outlet = outlet_on(tmp_path)
     submit(outlet, "foo", some(), name="foo.safetensors")
     outlet.skip(Skip("r", "foo", "foo", 0, "aborted"))
@@ -305,7 +305,7 @@ def test_the_same_tokens_under_another_adapter_are_another_sample(tmp_path):
         hsx_dist.load_hidden_states(str(tmp_path / "k.safetensors"))
 
 
-def test_a_page_that_was_not_copied_is_told_to_whoever_waits(tmp_path):
+def test_a_failed_copy_of_a_page_is_reported_to_waiting_readers(tmp_path):
     outlet = outlet_on(tmp_path)
 
     def fail() -> None:
@@ -332,7 +332,7 @@ class OnceMoreWriters(ThreadWriters):
             super().send([copy], lambda _, page=page: release(page))
 
 
-def test_metadata_of_short_samples_waits_with_its_blocks_and_not_beside_the_ring(tmp_path):
+def test_metadata_of_waiting_samples_takes_no_memory_outside_the_ring(tmp_path):
     budget, n = 8 << 20, 400
     settings = read_connector_config({"hsx": {"output": str(tmp_path), "in_flight_bytes": budget}})
     hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, times=10**9))

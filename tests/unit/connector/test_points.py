@@ -106,7 +106,7 @@ def test_without_hidden_states_a_request_that_does_not_ask_gets_everything():
     assert dict(read({}, captured={"q": (1, 4)}).points) == {"q": (1, 4)}
 
 
-def test_the_scheduler_names_the_columns_and_says_what_is_stored():
+def test_the_scheduler_sends_columns_and_answers_with_shapes_and_dtypes():
     scheduler = half(points=CAPTURED)
     held, answer = scheduler.request_finished(
         request(20, 20, hidden_states_points={"q": [4], "topk_ids": "all"}), [5, 9]
@@ -272,7 +272,7 @@ def scheduling() -> HiddenStatesConnector:
     return ours
 
 
-def test_the_workers_tell_the_scheduler_what_they_capture():
+def test_the_workers_send_their_captured_points_to_the_scheduler():
     ours = scheduling()
     of_ranks = {(0, rank): CapturedMetadata((replace(HEADS, shard=rank, shards=2),)) for rank in (1, 0)}
     ours.set_xfer_handshake_metadata_pp_aware(pickle.loads(pickle.dumps(of_ranks)))  # the ranks are other processes

@@ -450,7 +450,7 @@ COSTLY = [
 
 
 @pytest.mark.parametrize("make", COSTLY, ids=range(len(COSTLY)))
-def test_the_cost_of_a_parameter_does_not_grow_with_what_was_sent(make):
+def test_the_cost_of_a_parameter_does_not_grow_with_its_size(make):
     name, value = make()
     params = {f"hidden_states_{name}": value}
     hash(next(iter(params)))  # as the JSON reader does
@@ -473,7 +473,7 @@ def test_unknown_names_cost_and_are_answered_up_to_a_limit():
     assert str(MAX_PARAMS) in options.refused["kv_transfer_params"]
 
 
-def test_what_is_refused_can_be_shown():
+def test_refused_names_and_reasons_are_printable():
     options = read({"hidden_states_\x1b[2J\u202e": 1, "hidden_states_key": ["\x1b"], "hidden_states_tokens": "\x9b\n"})
     assert all(name.isprintable() and why.isprintable() for name, why in options.refused.items())
 

@@ -158,7 +158,7 @@ def test_an_answer_and_its_object_have_the_same_identity(store, tmp_path):
     server.close()
 
 
-def test_hashes_tell_types_shapes_and_borders_apart():
+def test_hashes_differ_by_type_shape_and_array_border():
     a = np.arange(4, dtype=np.int64)
     values = [
         (a,),

@@ -112,7 +112,7 @@ def test_tokens_of_a_step_in_flight_do_not_count():
     assert not held
 
 
-def test_never_scheduled_is_told_and_holds_nothing():
+def test_a_request_that_was_never_scheduled_is_skipped_and_holds_no_blocks():
     scheduler = half()
     assert scheduler.request_finished(request(20, 0, generated=0), []) == (False, None)
     assert not scheduler.holds_blocks
@@ -120,7 +120,7 @@ def test_never_scheduled_is_told_and_holds_nothing():
 
 
 @pytest.mark.parametrize("tokens", ["last", "mean", [-2, None], "stride:3", "loss_mask"])
-def test_two_computations_of_a_row_are_told_apart_by_all_their_tokens(tokens):
+def test_two_computations_of_a_row_with_other_generated_tokens_have_other_hashes(tokens):
     """A row whose replica died is computed again, and may get another text. The selected tokens of both texts may be
     equal: a reader that joined their columns would mix two texts.
     """
@@ -150,7 +150,7 @@ def test_output_tokens_end_before_the_last_which_was_never_an_input():
     assert len(meta(scheduler).saves[0].token_ids) == 24
 
 
-def test_owners_take_turns_and_are_told_when_a_request_is_first_scheduled():
+def test_owners_alternate_and_get_a_request_when_it_is_first_scheduled():
     scheduler = half(tp=2)
     requests = [request(3, 3, request_id=f"r{i}-aaaa") for i in range(4)]
     for r in requests:
@@ -164,7 +164,7 @@ def test_owners_take_turns_and_are_told_when_a_request_is_first_scheduled():
     assert [s.owner for s in meta(scheduler).saves] == [0, 1, 0, 1]
 
 
-def test_requests_of_one_name_have_one_owner_whatever_becomes_of_them():
+def test_requests_of_one_name_have_one_owner_at_any_outcome():
     """Two ranks would race for the object, for its marker, and for the order in which both are stored."""
     scheduler = half(tp=3, output="/data/x", allow_custom_save_path=True)
     r = [
@@ -236,7 +236,7 @@ def test_what_a_request_asks_for_is_all_that_is_saved():
     assert save.meta["tokens"] == {"start": 15, "step": 2, "of": 20}
 
 
-def test_a_wrong_value_is_told_and_costs_nothing_else():
+def test_a_wrong_value_is_refused_and_the_sample_is_stored():
     scheduler = half()
     r = request(20, 20, hidden_states_layers=[99], hidden_states_tokens="first", hidden_states_key="k")
     held, answer = scheduler.request_finished(r, [3, 4])
@@ -255,7 +255,7 @@ def test_tokens_that_select_nothing_are_refused_when_the_length_is_known():
     assert len(meta(scheduler).saves[0].token_ids) == 4
 
 
-def test_a_request_may_ask_for_nothing_beside_others_that_do():
+def test_a_request_without_saving_does_not_affect_the_next_request():
     scheduler = half()
     held, answer = scheduler.request_finished(request(4, 4, hidden_states_save=False), [3])
     assert not held
@@ -267,7 +267,7 @@ def test_a_request_may_ask_for_nothing_beside_others_that_do():
     assert len(m.saves) == 1
 
 
-def test_the_same_key_for_other_tokens_is_told_and_for_the_same_is_stored_again():
+def test_a_used_key_is_refused_for_other_tokens_and_stored_again_for_the_same():
     scheduler = half()
     assert scheduler.request_finished(request(4, 4, hidden_states_key="k"), [1])[0]
     assert scheduler.request_finished(request(4, 4, hidden_states_key="k", request_id="b-1"), [1])[0]
@@ -321,7 +321,7 @@ def test_prompts_of_embeddings_are_refused_with_the_reason():
     assert "embeddings" in answer["hidden_states_meta"]["reason"]
 
 
-def test_images_are_told_apart_by_what_they_are_and_not_by_their_placeholders():
+def test_samples_with_other_images_differ_at_equal_placeholders():
     scheduler = half()
     told = []
     for i, image in enumerate(("cat", "cat", "dog")):
@@ -332,7 +332,7 @@ def test_images_are_told_apart_by_what_they_are_and_not_by_their_placeholders():
     assert told == [(True, ["cat"]), (True, ["cat"]), (False, None)]
 
 
-def test_adapters_are_told_apart():
+def test_samples_of_other_adapters_are_conflicts():
     scheduler = half()
     told = []
     for i, adapter in enumerate((None, "a", "a", None)):
@@ -368,7 +368,7 @@ def test_a_key_of_another_prompt_is_refused_before_its_first_token(outputs):
     assert scheduler.request_finished(first, [1])[0]
 
 
-def test_the_same_prompt_with_other_generated_tokens_is_told_at_its_end():
+def test_a_used_key_with_other_generated_tokens_is_a_conflict_at_the_end():
     scheduler = half()
     for generated, stored in ((3, True), (4, False)):
         r = request(
@@ -422,7 +422,7 @@ def test_names_that_clients_make_up_are_warned_of_once(caplog):
     assert len(caplog.records) == 2  # a known name with a wrong value, and all the others
 
 
-def test_what_the_workers_were_never_told_is_said_at_the_end(caplog):
+def test_shutdown_logs_samples_that_were_not_sent_to_the_workers(caplog):
     scheduler = half()
     scheduler.request_finished(request(4, 4, hidden_states_key="late"), [1])
     with caplog.at_level(logging.ERROR):
@@ -445,7 +445,7 @@ def test_results_of_a_batch_and_of_n_choices_have_keys_that_a_client_can_compute
     assert list(keys.values()) == ["k", "k-p2", "k-n1", "k-p2-n1"]
 
 
-def test_the_engine_steps_on_until_the_workers_have_been_told():
+def test_the_scheduler_has_news_until_the_workers_have_the_metadata():
     scheduler = half()
     assert not scheduler.has_news
     scheduler.request_finished(request(20, 4), [1])
@@ -471,7 +471,7 @@ def test_vllms_own_keys_are_understood():
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_a_path_of_the_clients_choice_lies_under_the_prefix_or_is_told(allowed):
+def test_a_clients_path_is_used_if_it_is_allowed_and_refused_otherwise(allowed):
     scheduler = half(output="/data/x", allow_custom_save_path=allowed)
     r = request(3, 3, hidden_states_path="/data/x/sub/mine.safetensors")
     _, answer = scheduler.request_finished(r, [1])

@@ -79,7 +79,7 @@ def test_a_mean_says_over_what_it_was_taken():
     assert got.meta == {"tokens": {"mean": True, "of": 10}}
 
 
-def test_other_choices_of_one_request_are_told_apart():
+def test_other_token_selections_of_one_request_have_other_hashes():
     masks = [bytes([1] + [0] * 9), bytes([0, 1] + [0] * 8)]
     by_mask = [chosen(hidden_states_tokens="loss_mask", hidden_states_loss_mask=m)[0] for m in masks]
     others = [chosen(hidden_states_tokens=t)[0] for t in ("all", "mean", "last", "stride:2", [0, 5], [0, 6])]

@@ -86,7 +86,7 @@ def test_where_layers_and_tokens_are_as_many_the_version_decides():
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 4), (5, 3, 5, 8), (5, 12, 8, 1), (2, 5, 3, 4, 8)])
-def test_any_other_shape_is_refused_with_what_was_expected_and_came(shape):
+def test_any_other_shape_is_refused_with_the_expected_and_the_given_shape(shape):
     with pytest.raises(ConfigError, match=r"expected \[blocks, 3, 4, hidden\].*got \(.*0\.32\.7"):
         layers_first(torch.zeros(shape), 3, 4, "0.32.7")
 

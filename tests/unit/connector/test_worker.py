@@ -147,7 +147,7 @@ def test_an_engine_with_nothing_to_do_waits_for_the_ring_instead_of_spinning(mon
     assert len(waits) == 3  # no page waits for room
 
 
-def test_pages_say_whose_they_are_and_two_copies_are_told_apart():
+def test_pages_name_their_request_and_two_copies_have_different_sources():
     outlet = KeepingOutlet(1 << 20)
     _, worker = half(outlet)
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_a_mean_is_one_float32_row_over_all_tokens(n, dtype, token_major, monkey
     assert page.segment.sample_hash == s.sample_hash
 
 
-def test_any_positions_and_what_is_attached_to_the_first_segment_alone():
+def test_selected_positions_are_copied_and_arrays_go_with_the_first_segment():
     outlet = KeepingOutlet(1 << 20)
     cache, worker = half(outlet)
     s = save(70)
@@ -307,7 +307,7 @@ def test_a_request_that_cannot_be_copied_costs_itself_alone():
     assert worker.pending == 0
 
 
-def test_a_request_that_cannot_be_told_costs_itself_alone():
+def test_an_outlet_error_of_one_request_does_not_affect_other_requests():
     outlet = KeepingOutlet(1 << 20)
     _, worker = half(outlet)
     kept = outlet.skip, outlet.expect
@@ -333,7 +333,7 @@ def test_a_request_that_cannot_be_told_costs_itself_alone():
     assert worker.finished() == {"req-k"}
 
 
-def test_what_a_client_says_of_its_sample_goes_with_its_pages_as_text():
+def test_a_clients_metadata_is_sent_with_the_pages_as_text():
     outlet = KeepingOutlet(1 << 20)
     _, worker = half(outlet)
     worker.step(Step(saves=[dataclasses.replace(save(4), metadata='{"a": 1}', id="short")]))
@@ -386,7 +386,7 @@ def named(s: Save) -> Save:
     return dataclasses.replace(s, name=f"{s.key}.safetensors")
 
 
-def test_copies_wait_for_earlier_steps_and_not_for_the_models_run_of_their_own_step(monkeypatch):
+def test_copies_wait_for_earlier_steps_but_not_for_the_current_forward_pass(monkeypatch):
     recorded = RecordedCuda(monkeypatch)
     monkeypatch.setattr(worker_module, "copy_stream_for", lambda _: DeviceCopyStream(Cuda(DEVICE)))
     outlet = KeepingOutlet(1 << 20)

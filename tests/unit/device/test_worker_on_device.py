@@ -16,11 +16,11 @@ for _name in (
     "test_pages_hold_exactly_the_tokens_of_the_request",
     "test_a_request_longer_than_the_ring_goes_through_page_by_page",
     "test_while_the_ring_is_full_blocks_are_held_and_nothing_else_overtakes",
-    "test_pages_say_whose_they_are_and_two_copies_are_told_apart",
+    "test_pages_name_their_request_and_two_copies_have_different_sources",
     "test_only_what_a_request_wants_is_copied",
     "test_at_the_end_what_waits_is_still_copied_and_what_could_not_be_is_counted",
     "test_a_mean_is_one_float32_row_over_all_tokens",
-    "test_any_positions_and_what_is_attached_to_the_first_segment_alone",
+    "test_selected_positions_are_copied_and_arrays_go_with_the_first_segment",
     "test_a_request_that_cannot_be_copied_costs_itself_alone",
 ):
     globals()[_name] = getattr(test_worker, _name)

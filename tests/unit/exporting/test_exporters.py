@@ -224,7 +224,7 @@ def test_teacher_logprobs_are_the_models_own(
         assert np.allclose(row["teacher_topk_logprobs"], top.values.numpy(), atol=1e-5)
 
 
-def test_a_key_that_parquet_cannot_hold_is_told(model: Any, tmp_path: Path) -> None:
+def test_a_key_that_is_no_valid_unicode_is_refused_for_parquet(model: Any, tmp_path: Path) -> None:
     sample = random_sample("k\ud800", 4, layer_ids=LAYERS, hidden_size=H, dtype="float32")
     store = open_store(str(tmp_path / "run"))
     store_run(store, [sample], about={"num_hidden_layers": N})
@@ -233,7 +233,7 @@ def test_a_key_that_parquet_cannot_hold_is_told(model: Any, tmp_path: Path) -> N
     assert export_run(open_run(store.url), "vllm", tmp_path / "vllm").finished
 
 
-def test_speculators_own_loader_reads_what_is_exported(run: Run, tmp_path: Path) -> None:
+def test_the_loader_of_speculators_reads_the_exported_files(run: Run, tmp_path: Path) -> None:
     from speculators.train.data import ArrowDataset, CollateFn
 
     export_run(run, "speculators", tmp_path, ExportOptions(aux_layers=(2, 4, 5)))
@@ -611,7 +611,7 @@ def test_an_export_waits_for_another_one_to_say_what_the_folder_holds(
         export_run(run, "vllm", tmp_path)
 
 
-def test_what_an_exporter_leaves_comes_into_no_other_file(
+def test_samples_that_an_exporter_does_not_read_are_in_no_other_file(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class First(Exporter):
@@ -741,7 +741,7 @@ def test_routing_writes_weights_of_any_float_dtype(tmp_path: Path, weights: str)
         ({"key": "k\ud800"}, ConfigError, "expected valid Unicode"),
     ],
 )
-def test_routing_refuses_what_is_no_routers(
+def test_routing_refuses_points_that_are_not_of_routers(
     tmp_path: Path, facts: dict[str, Any], error: type[Exception], expected: str
 ) -> None:
     with pytest.raises(error, match=expected):

@@ -61,7 +61,7 @@ def test_weights_that_are_not_of_all_layers_are_left_out(hooked: HookedModel, tm
     assert json.loads((tmp_path / "export.json").read_text())["routed_weights"] == "not stored"
 
 
-def test_what_has_no_routes_is_refused(hooked: HookedModel, tmp_path: Path) -> None:
+def test_runs_without_routes_are_refused(hooked: HookedModel, tmp_path: Path) -> None:
     run = run_with(hooked, WEIGHTED)
     for refused, options, message in (
         (run_with(hooked, {"mlp_out": (1,)}), ExportOptions(), "expected the point topk_ids, got mlp_out"),

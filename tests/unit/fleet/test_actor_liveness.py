@@ -81,14 +81,14 @@ def test_an_actor_that_stays_out_of_reach_is_given_up_whether_or_not_it_answers(
     assert inquiry.heard(inquiry.refs[0]) is None
 
 
-def test_nobody_is_told_of_an_actor_that_was_forgotten(now):
+def test_a_forgotten_actor_is_not_reported(now):
     inquiry = ask(Actor())
     [ref] = inquiry.refs
     inquiry.forget(7)
     assert inquiry.heard(ref) is None
 
 
-def test_who_is_out_of_reach_is_flushed_again_until_it_is_known_what_became_of_it(now):
+def test_unreachable_actors_are_flushed_until_ray_reports_them_alive_or_dead(now):
     alive, back, dead = Actor(), Actor(out_of_reach(), out_of_reach()), Actor(out_of_reach(), ActorDiedError())
     assert actor_liveness.flush_until_known([alive, back, dead]) == {dead: dead.flush.answers[1]}
     assert [actor.flush.calls for actor in (alive, back, dead)] == [1, 3, 2]

@@ -66,7 +66,7 @@ def out_of_reach():
     return ActorUnavailableError("socket closed", None)
 
 
-def test_nothing_is_told_of_those_that_are_flushed(fleet):
+def test_an_actor_that_is_flushed_after_retries_makes_no_event(fleet):
     fleet.actor(0).flush.answers = [out_of_reach()]
     writers(fleet)[1].flush.answers = [out_of_reach(), out_of_reach()]
     assert fleet.flush() == []
@@ -75,7 +75,7 @@ def test_nothing_is_told_of_those_that_are_flushed(fleet):
     assert not fleet.writers.of(WriterState.UNREACHABLE)
 
 
-def test_a_replica_that_is_found_dead_is_told_and_gets_no_row(fleet):
+def test_a_replica_that_died_before_a_flush_is_reported_and_removed(fleet):
     dead = fleet.actor(1)
     dead.flush.answers = [out_of_reach(), ActorDiedError()]
     [event] = fleet.flush()
@@ -85,7 +85,7 @@ def test_a_replica_that_is_found_dead_is_told_and_gets_no_row(fleet):
     assert fleet.replicas.keys() == {0, 2}
 
 
-def test_what_was_on_a_node_that_is_gone_is_told_as_gone_with_it(fleet):
+def test_actors_of_a_lost_node_are_reported_as_lost_with_the_node(fleet):
     writers(fleet)[1].flush.answers = [ActorDiedError()]
     fleet.nodes = Nodes({"a": {"CPU": 100.0}})
     events = fleet.flush()
@@ -116,7 +116,7 @@ def test_a_writer_that_stays_out_of_reach_is_waited_for_once_until_it_is_heard(f
     assert writer in writers(fleet)
 
 
-def test_a_flush_in_a_hurry_tells_nothing_of_those_it_did_not_hear(fleet, monkeypatch):
+def test_a_hurried_flush_reports_no_event_of_unreachable_actors(fleet, monkeypatch):
     silent = fleet.actor(1)
     silent.flush.answers = [out_of_reach()] * 1000
     first, second = writers(fleet)

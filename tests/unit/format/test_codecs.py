@@ -347,7 +347,7 @@ def test_an_unknown_codec_in_an_object_is_named() -> None:
             codec_from_dict(d)
 
 
-def test_a_wrong_setting_is_told_with_the_nearest_name() -> None:
+def test_a_wrong_codec_name_raises_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'split'"):
         resolve_codec("splt")
     with pytest.raises(ConfigError, match="level"):

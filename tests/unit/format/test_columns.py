@@ -73,11 +73,11 @@ def test_tokens_count_once() -> None:
     assert index.tokens_in == {receipts[0].part: 17, receipts[1].part: 17}  # all stored token ids
     assert dict(zip(index.keys, index.raw_bytes.tolist(), strict=True)) == {"k": 50, "one": 10}
     assert index.parts_in_use() == {r.part for r in receipts}
-    assert not index.lie_in({receipts[0].part or ""})[index.place("k")]
+    assert not index.stored_in({receipts[0].part or ""})[index.place("k")]
     assert [p.segment for p in index[index.place("k") or 0].segments] == segments()
 
 
-def test_the_digest_is_of_tokens_and_not_of_what_was_captured() -> None:
+def test_the_digest_depends_on_tokens_and_not_on_captured_points() -> None:
     one = receipt(1, proof(Segment("k", 0, 0, 10, 10)))
     several = receipt(1, *map(proof, segments(cuts=((0, 10), (0, 5, 10)))))
     assert Index(Manifest([one])).digest() == Index(Manifest([several])).digest()

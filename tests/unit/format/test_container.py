@@ -205,7 +205,7 @@ def test_a_file_that_vllm_wrote_is_read() -> None:
             part.read(0, layers=[0])
 
 
-def test_a_safetensors_file_of_something_else_is_told() -> None:
+def test_a_safetensors_file_of_another_program_is_refused() -> None:
     store = MemoryStore()
     store.objects["x"] = save({"lm_head.weight": torch.zeros(3)})
     with pytest.raises(FormatError, match=r"test://memory/x.*lm_head"):
@@ -410,7 +410,7 @@ def test_a_header_of_thousands_of_segments_takes_one_or_two_requests() -> None:
     assert np.array_equal(part.read(1999), samples[1999].states)
 
 
-def test_wrong_requests_are_told() -> None:
+def test_wrong_layers_and_token_ranges_are_refused() -> None:
     part = Part.open(stored(part_of(SplitCodec(), random_sample())), "p")
     with pytest.raises(ConfigError, match=r"expected layers among \[2, 15, 30\], got \[7\]"):
         part.read(0, layers=[2, 7])
@@ -515,7 +515,7 @@ HUGE = 1 << 60
     ],
     ids=str,
 )
-def test_a_description_that_lies_is_refused(codec: Codec, where: tuple[Any, ...], value: Any) -> None:
+def test_wrong_descriptions_are_refused(codec: Codec, where: tuple[Any, ...], value: Any) -> None:
     part = part_of(codec, random_sample(), random_sample("b"))
 
     def change(body: dict[str, Any]) -> None:
@@ -528,7 +528,7 @@ def test_a_description_that_lies_is_refused(codec: Codec, where: tuple[Any, ...]
         read_back(forged(part, change))
 
 
-def test_sizes_that_lie_are_refused() -> None:
+def test_wrong_sizes_are_refused() -> None:
     part = part_of(SplitCodec(), random_sample(), random_sample("b"))
     for value in (HUGE, -1, 0, 1.0):
         with pytest.raises(FormatError):
@@ -548,7 +548,7 @@ def test_an_unknown_codec_is_named() -> None:
         read_back(forged(part, lambda body: body["codec"].update(name="newer")))
 
 
-def test_another_format_version_is_told() -> None:
+def test_another_format_version_is_refused() -> None:
     part = part_of(SplitCodec(), random_sample())
     with pytest.raises(FormatError, match="hsx/3"):
         read_back(forged(part, lambda _: None, table=lambda h: h["__metadata__"].update(format="hsx/3")))
@@ -589,7 +589,7 @@ def test_a_table_that_does_not_follow_is_refused(table: Any) -> None:
         struct.pack("<Q", 20) + b'{"__metadata__":[3]}',
     ],
 )
-def test_what_is_no_safetensors_file_is_told(data: bytes) -> None:
+def test_a_file_that_is_not_safetensors_is_refused(data: bytes) -> None:
     with pytest.raises(FormatError, match="test://memory/p"):
         read_back(data)
 
@@ -653,7 +653,7 @@ ATTACHED = {
 
 
 @every_codec
-def test_what_is_attached_comes_back(codec: Codec, tmp_path: Path) -> None:
+def test_attached_arrays_are_read_back(codec: Codec, tmp_path: Path) -> None:
     samples = [random_sample("a"), random_sample("b", 5)]
     encoders = [SegmentEncoder(codec) for _ in samples]
     for encoder, sample in zip(encoders, samples, strict=True):
@@ -716,7 +716,7 @@ def test_arrays_are_attached_to_the_first_segment() -> None:
 
 
 @every_dtype
-def test_a_lossy_part_says_what_was_lost(dtype: str) -> None:
+def test_a_lossy_part_stores_the_error_of_each_layer(dtype: str) -> None:
     codec = Fp8TokenCodec()
     sample = random_sample(tokens=50, hidden_size=64, dtype=dtype, odd=False)
     forwards, backwards = (encode(codec, list(sample.pages(order=o))[::d]) for o, d in (("LTH", 1), ("TLH", -1)))

@@ -45,7 +45,7 @@ def test_it_is_read_bit_for_bit(name: str) -> None:
 
 
 @every_file
-def test_what_is_read_is_what_was_computed(name: str) -> None:
+def test_golden_files_give_the_states_they_were_made_from(name: str) -> None:
     part = opened(name)
     for i, info in enumerate(part.segments):
         s = info.segment
@@ -121,7 +121,7 @@ def test_the_pages_reader_reads_it(name: str) -> None:
 
 
 @every_file
-def test_no_byte_of_it_can_change_unseen(name: str) -> None:
+def test_every_changed_byte_of_a_golden_file_is_detected(name: str) -> None:
     data = (FOLDER / name).read_bytes()
     expected = EXPECTED["parts"][name]["segments"]
     for at in range(0, len(data), 23):

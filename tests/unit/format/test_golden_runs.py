@@ -65,7 +65,7 @@ def test_a_complete_run_reads_as_it_did(version: int) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_an_unfinished_run_reads_as_far_as_it_went(version: int) -> None:
+def test_an_unfinished_run_gives_its_stored_samples(version: int) -> None:
     store = open_store(str(FOLDER / f"v{version}-unfinished"))
     assert read(store.url) == {key: STATES[key] for key in KEPT}
     assert verify_run(store).ok

@@ -21,7 +21,7 @@ from tests.soak.mutations import FILES, KINDS, PLAIN, golden, mutate, outcome, r
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from(FILES), st.integers(0, 2**32), st.booleans())
-def test_a_mutated_part_is_a_typed_error_or_what_was_stored(name: str, seed: int, told_size: bool) -> None:
+def test_a_mutated_part_raises_a_typed_error_or_gives_the_stored_states(name: str, seed: int, told_size: bool) -> None:
     _, (data, forged) = mutate(name, random.Random(seed))
     outcome(name, data, forged, told_size)
 

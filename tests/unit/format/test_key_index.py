@@ -17,7 +17,7 @@ def test_keys_are_found_before_and_after_they_were_sorted(monkeypatch):
     assert index.find("other") is None
 
 
-def test_keys_that_share_a_hash_are_told_apart(monkeypatch):
+def test_keys_with_equal_hashes_are_found(monkeypatch):
     monkeypatch.setattr(key_index, "_RECENT", 2)
     monkeypatch.setattr(key_index, "hash", lambda _: 5, raising=False)
     keys = [f"k{i}" for i in range(20)]

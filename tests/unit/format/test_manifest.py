@@ -172,7 +172,7 @@ def test_adding_again_changes_nothing() -> None:
     assert manifest.conflicts == []
 
 
-def test_receipts_that_contradict_one_another_are_told() -> None:
+def test_contradicting_receipts_are_listed_as_conflicts() -> None:
     manifest = Manifest([_receipt(1, 1, _whole("k")), _receipt(1, 1, _whole("l"))])
     assert manifest.conflicts == ["manifest/0001/w/000001.json: two receipts of this name differ"]
 

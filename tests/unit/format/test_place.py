@@ -26,7 +26,7 @@ def names(store: Store) -> list[str]:
     return [info.name for info in store.list()]
 
 
-def test_a_run_is_started_once_and_everything_of_it_lies_in_its_folder(root: LocalStore) -> None:
+def test_a_run_is_started_once_and_its_objects_are_in_its_folder(root: LocalStore) -> None:
     with pytest.raises(RunError, match=r"expected run\.json, got no such object"):
         open_place(root)
     place = start_run(root, {"settings": {"layers": [1]}})
@@ -72,7 +72,7 @@ def test_a_description_that_cannot_be_read(root: LocalStore, body: bytes) -> Non
         find_place(root)
 
 
-def test_after_a_removal_the_next_run_has_a_name_and_a_folder_of_its_own(root: LocalStore) -> None:
+def test_after_a_removal_the_next_run_has_a_new_name_and_folder(root: LocalStore) -> None:
     first = start_run(root, {"n": 1})
     assert not first.removed()
     bury(first)
@@ -113,7 +113,7 @@ def test_what_version_1_left_is_no_empty_place(root: LocalStore, name: str) -> N
     assert start_run(root, {}).pointer == "run.0002.json"
 
 
-def test_a_run_of_version_1_lies_next_to_its_description(root: LocalStore) -> None:
+def test_a_run_of_version_1_is_stored_next_to_its_description(root: LocalStore) -> None:
     write_v1_run(root, {"id": "abc"})
     place = open_place(root)
     assert (place.version, place.folder, place.store) == (1, "", root)

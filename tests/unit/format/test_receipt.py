@@ -83,7 +83,7 @@ def _example() -> Receipt:
 
 @settings(deadline=None)
 @given(_receipts())
-def test_what_is_written_is_read(receipt: Receipt) -> None:
+def test_a_written_receipt_is_read_back(receipt: Receipt) -> None:
     data = receipt.to_json()
     assert b"\n" not in data
     assert Receipt.from_json(data) == receipt

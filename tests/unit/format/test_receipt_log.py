@@ -52,7 +52,7 @@ def test_a_sealed_writer_stores_nothing_more() -> None:
     assert store.objects == before
 
 
-def test_what_lies_behind_a_seal_does_not_count() -> None:
+def test_receipts_after_a_seal_are_ignored() -> None:
     store = MemoryStore()
     seal_logs(store, {(1, "w"): 0}, "gc")
     for number in (2, 5):  # a writer of version 1 writes past the seal; a gap after it does not matter

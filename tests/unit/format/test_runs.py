@@ -79,7 +79,7 @@ def test_the_manifest_of_a_run_that_goes_on(store: LocalStore) -> None:
     assert runs.read_complete(store) is None
 
 
-def test_completion_and_what_comes_after(store: LocalStore) -> None:
+def test_a_completed_run_can_be_continued_by_a_newer_attempt(store: LocalStore) -> None:
     assert runs.take_attempt(store, {}) == 1
     _prove(store, 1, "w", 1, "a")
     before = runs.load_manifest(store)
@@ -105,7 +105,7 @@ def test_completion_and_what_comes_after(store: LocalStore) -> None:
     assert set(runs.load_manifest(store).samples) == {"a", "b"}
 
 
-def test_a_missing_receipt_is_told(store: LocalStore) -> None:
+def test_a_missing_receipt_raises(store: LocalStore) -> None:
     for seq in (1, 2, 3, 4):
         _prove(store, 1, "w", seq, f"{seq}")
     for seq in (2, 3):
@@ -126,7 +126,7 @@ def test_a_receipt_that_is_stored_while_a_listing_goes_on_is_no_gap(store: Local
     assert set(runs.load_manifest(Between(store.url)).samples) == {"1"}
 
 
-def test_a_damaged_receipt_is_told(store: LocalStore) -> None:
+def test_a_damaged_receipt_raises(store: LocalStore) -> None:
     body = bytearray(_prove(store, 1, "w", 1, "a").to_json())
     body[60] ^= 1
     store.put(receipt_name(1, "w", 1), [body])
@@ -134,20 +134,20 @@ def test_a_damaged_receipt_is_told(store: LocalStore) -> None:
         runs.load_manifest(store)
 
 
-def test_a_receipt_under_a_wrong_name_is_told(store: LocalStore) -> None:
+def test_a_receipt_under_a_wrong_name_raises(store: LocalStore) -> None:
     receipt = _prove(store, 1, "w", 1, "a")
     store.put(receipt_name(1, "w", 2), [receipt.to_json()])
     with pytest.raises(FormatError, match="expected the receipt of that name"):
         runs.load_manifest(store)
 
 
-def test_other_objects_beside_receipts_are_left_alone(store: LocalStore) -> None:
+def test_other_objects_next_to_receipts_are_ignored(store: LocalStore) -> None:
     _prove(store, 1, "w", 1, "a")
     store.put("manifest/0001/w/notes.txt", [b"hello"])
     assert set(runs.load_manifest(store).samples) == {"a"}
 
 
-def test_damage_to_the_compacted_manifest_is_told(store: LocalStore) -> None:
+def test_a_damaged_compacted_manifest_raises(store: LocalStore) -> None:
     runs.take_attempt(store, {})
     _prove(store, 1, "w", 1, "a")
     runs.write_complete(store, 1, runs.load_manifest(store), {})
@@ -173,7 +173,7 @@ def test_damage_to_the_compacted_manifest_is_told(store: LocalStore) -> None:
         {"manifest": {"name": "manifest/compacted-0001.jsonl.zst", "size": 1, "raw_size": 2**60, "receipts": 1}},
     ],
 )
-def test_a_completion_that_lies(store: LocalStore, change: dict[str, object]) -> None:
+def test_a_wrong_completion_raises(store: LocalStore, change: dict[str, object]) -> None:
     runs.take_attempt(store, {})
     runs.write_complete(store, 1, runs.load_manifest(store), {})
     complete = runs.read_complete(store)

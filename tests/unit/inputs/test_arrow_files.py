@@ -480,7 +480,7 @@ def test_such_a_schema_in_parquet_is_read_or_refused(tmp_path: Path, case: str) 
         assert row.text == "hi"
 
 
-def test_a_schema_of_many_fields_and_texts_of_their_own_is_read(tmp_path: Path) -> None:
+def test_a_schema_of_many_fields_with_metadata_is_read(tmp_path: Path) -> None:
     names = ["text", *(f"column {i}" for i in range(5000))]
     fields = [pa.field(name, pa.string(), metadata={"about": f"{name}: " + "a" * 50}) for name in names]
     zone = pa.field("at", pa.timestamp("us", "Europe/Berlin"))

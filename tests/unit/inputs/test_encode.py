@@ -82,7 +82,7 @@ def test_a_model_without_a_template(folder: Path) -> None:
         RowEncoder(bare, 10).encode(Row("k", 0, messages=[{"role": "user", "content": "a"}]))
 
 
-def test_a_tokenizer_of_its_own(folder: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_can_be_in_another_folder_than_the_model(folder: Path, tmp_path: Path) -> None:
     assert len(load_tokenizer(str(tmp_path), engine_kwargs={"tokenizer": str(folder)})) == 6
 
 
@@ -91,7 +91,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "nothing"))
 
 
-def test_too_long_rows_are_cut_or_told_apart(tokenizer: Any) -> None:
+def test_too_long_rows_are_truncated_or_refused(tokenizer: Any) -> None:
     row = Row("k", 0, token_ids=[3, 4, 5, 3, 4], loss_mask=[0, 1, 0, 1, 1])
     cut = RowEncoder(tokenizer, 10, rules=RowRules(max_length=3, too_long="truncate")).encode(row)
     assert (cut.token_ids, cut.loss_mask) == ([3, 4, 5], b"\0\1\0")

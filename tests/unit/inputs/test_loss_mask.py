@@ -117,7 +117,7 @@ def test_a_header_at_the_end_is_not_said(tokenizer: Any) -> None:
     assert said(tokenizer, CHATML, CHAT, add_generation_prompt=True)[-1].endswith("tokens.<|im_end|>")
 
 
-def test_nobody_of_the_roles_speaks(tokenizer: Any) -> None:
+def test_a_chat_without_the_loss_roles_is_refused(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
     with pytest.raises(InputError, match=r"expected a loss mask with a 1 in it, got \d+ zeros"):
         RowEncoder(tokenizer, 500, rules=RowRules(loss_roles=("assistant",))).encode(Row("k", 0, messages=CHAT[:1]))
@@ -146,7 +146,7 @@ def test_generated_answers_need_nothing_before_them_to_count(tokenizer: Any) -> 
     assert RowEncoder(tokenizer, 500, rules=rules).encode(Row("k", 0, text="x")).loss_mask == b"\0"
 
 
-def test_a_tokenizer_that_cannot_tell_where_its_tokens_lie(tokenizer: Any) -> None:
+def test_a_tokenizer_without_character_offsets_is_refused(tokenizer: Any) -> None:
     class Slow:
         is_fast = False
 

@@ -223,7 +223,7 @@ def test_a_json_text_of_many_values_refuses_its_row_before_it_is_parsed(tmp_path
     assert isinstance(longer, RowFate)
 
 
-def test_an_arrow_file_whose_offsets_lie_is_broken(tmp_path: Path) -> None:
+def test_an_arrow_file_with_wrong_offsets_is_refused(tmp_path: Path) -> None:
     text = pa.array(["hello", "world"])
     path = tmp_path / "in.arrow"
     with pa.OSFile(str(path), "wb") as f, pa.ipc.new_file(f, pa.schema([("text", text.type)])) as w:

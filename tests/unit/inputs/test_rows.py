@@ -257,7 +257,7 @@ def test_a_name_that_looks_like_a_pattern(tmp_path: Path) -> None:
         ("tests/golden/**/*.nothing", "expected files of rows"),
     ],
 )
-def test_an_input_that_is_not_there_is_told_before_the_first_row(path: str, words: str) -> None:
+def test_a_missing_input_raises_before_the_first_row(path: str, words: str) -> None:
     with pytest.raises(ConfigError) as e:
         read_rows(InputConfig(path=path))
     assert words in str(e.value)
@@ -298,7 +298,7 @@ def test_a_refused_rows_key_is_never_a_good_rows(tmp_path: Path) -> None:
     assert first.key != second.key
 
 
-def test_content_tells_a_corrected_row_from_the_one_that_was_refused() -> None:
+def test_the_content_hash_differs_for_other_rows_and_ignores_their_keys() -> None:
     contents = {row.content for row in rows_from(["a", "b", [1, 2], [{"role": "user", "content": "a"}]], InputConfig())}
     assert len(contents) == 4
     assert Row("k", 0, text="a").content == Row("other", 7, text="a").content

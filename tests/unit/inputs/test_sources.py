@@ -167,7 +167,7 @@ def test_a_saved_data_set_that_datasets_itself_wrote() -> None:
     assert "duplicate id 'a'" in rows[3].reason
 
 
-def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_configured_columns_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[str] = set()
     chosen = tables._chosen
     monkeypatch.setattr(tables, "_chosen", lambda *a: [seen.add(c) or c for c in chosen(*a)])
@@ -179,7 +179,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
 @pytest.mark.parametrize("damage", ["cut", "other"])
-def test_a_broken_table_is_told(tmp_path: Path, form: str, damage: str) -> None:
+def test_a_damaged_table_raises(tmp_path: Path, form: str, damage: str) -> None:
     path = tmp_path / f"x.{form}"
     whole = pa.table({"text": [str(i) * 50 for i in range(5000)]})
     if form == "parquet":
@@ -297,7 +297,7 @@ def test_an_input_that_contradicts_itself(settings: dict[str, Any], words: str) 
         load_config(None, output="o", model="m", input=settings)
 
 
-def test_what_is_found_is_named_before_anything_is_read(tmp_path: Path) -> None:
+def test_find_input_lists_the_files_without_reading_them(tmp_path: Path) -> None:
     found = find_input(InputConfig(path=str(saved(tmp_path / "d", table("a")))))
     assert [(s.label, s.format, len(s.files)) for s in found.sources] == [("d", "arrow", 1)]
 

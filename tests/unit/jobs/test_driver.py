@@ -189,7 +189,7 @@ def test_a_dead_replicas_rows_are_run_again(ledger):
     assert [t for t in fleet.tasks if t.tries == 1]
 
 
-def test_what_was_shipped_and_never_proven_is_run_again(ledger):
+def test_shipped_rows_without_a_receipt_are_run_again(ledger):
     fleet = LossyFleet(lambda task: "lose" if task.tries == 0 and task.number % 2 else "fine")
     manifest = drive(fleet, rows(20), ledger)
     assert len(manifest.samples) == 20
@@ -231,7 +231,7 @@ def test_what_goes_with_its_node_is_run_again_and_never_counted(ledger):
     assert {t.tries for t in fleet.tasks} == {0}
 
 
-def test_a_replica_out_of_reach_gets_no_more_rows_and_those_it_has_wait_for_what_became_of_it(ledger):
+def test_an_unreachable_replica_gets_no_rows_and_its_rows_wait_for_its_state(ledger):
     fleet = LossyFleet(lambda task: "unreach" if task.number == 4 else "fine")
     manifest = drive(fleet, rows(40), ledger, max_tries=1)
     assert len(manifest.samples) == 40
@@ -325,7 +325,7 @@ def test_a_lost_part_alone_does_not_end_the_run(ledger):
     assert len(drive(fleet, rows(5), ledger).samples) == 5
 
 
-def test_a_fenced_driver_writes_no_receipt_of_its_own(ledger, tmp_path):
+def test_a_fenced_driver_writes_no_receipt(ledger, tmp_path):
     take_attempt(LocalStore(tmp_path), {})
     with pytest.raises(Fenced):
         drive(LossyFleet(), [RowFate("bad", 0, "refused", "why", 0)], ledger)
@@ -352,7 +352,7 @@ def at_task(fleet, number, do):
 
 
 @pytest.mark.parametrize("how", ["stop", "drain"])
-def test_stop_hands_out_nothing_more_and_makes_durable_what_is_there_in_time(ledger, how):
+def test_stop_submits_no_more_tasks_and_flushes_within_its_time_limit(ledger, how):
     fleet = LossyFleet()
     progress = Progress(100, console=Console(file=io.StringIO()))
     driver = Driver(fleet, ledger._manifest, ledger, progress, task_rows=4, max_tries=3, stop_seconds=7.0)
@@ -377,7 +377,7 @@ def test_a_stop_in_the_last_flush_leaves_it_only_as_much_time_as_there_is_and_bl
     assert ledger._manifest.failed == {}
 
 
-def test_a_stop_while_a_full_store_is_shown_what_is_there_goes_straight_to_storing_it(ledger):
+def test_a_stop_while_the_run_is_paused_flushes_at_once(ledger):
     fleet = LossyFleet()
     held = Limits(held=lambda: ledger._manifest.stored_bytes + 100, max_held_bytes=150)
     progress = Progress(100, console=Console(file=io.StringIO()))
@@ -464,7 +464,7 @@ def test_max_bytes_ends_the_run_near_it(ledger):
     assert 350 <= ledger._manifest.stored_bytes <= 500
 
 
-def test_the_deadline_stores_what_is_computed(ledger):
+def test_at_the_deadline_computed_rows_are_stored(ledger):
     clock = [0.0]
     fleet = LossyFleet()
     at_task(fleet, 5, lambda: clock.__setitem__(0, 100.0))
@@ -509,7 +509,7 @@ def test_a_cluster_that_gets_no_room_in_time_ends_the_run(ledger):
         run(LossyFleet(replicas=0), rows(5), ledger, wait_seconds=0.01)
 
 
-def test_a_sample_counts_once_whatever_the_order_in_which_its_segments_are_proven(ledger):
+def test_a_sample_counts_once_in_any_order_of_its_receipts(ledger):
     def part(seq: int, *segments: Segment) -> Receipt:
         proofs = tuple(SegmentProof(s, i, "0" * 16, 30, 20, 0, "f" * 16) for i, s in enumerate(segments))
         return replace(receipt(seq, []), segments=proofs, raw_bytes=30 * len(proofs))

@@ -14,7 +14,7 @@ from hsx_dist.jobs.heartbeat import Heartbeat
 from hsx_dist.store.local import LocalStore
 
 
-def test_it_beats_tells_and_says_how_it_ended(tmp_path):
+def test_a_heartbeat_stores_progress_and_the_final_state(tmp_path):
     place = start_run(LocalStore(tmp_path), {})
     store = place.store
     take_attempt(store, {})
@@ -30,7 +30,7 @@ def test_it_beats_tells_and_says_how_it_ended(tmp_path):
     assert last["value"] > first["value"]
 
 
-def test_it_tells_once_that_a_newer_attempt_was_taken(tmp_path):
+def test_a_heartbeat_reports_a_newer_attempt_once(tmp_path):
     place = start_run(LocalStore(tmp_path), {})
     store = place.store
     take_attempt(store, {})

@@ -44,7 +44,7 @@ def test_what_the_store_holds_pauses_and_ends_nothing():
     assert limits.verdict(5, 900, 1, 100.0) == Verdict()
 
 
-def test_what_is_held_is_listed_and_what_was_proven_since_is_added(tmp_path):
+def test_held_bytes_are_listed_and_newer_receipts_are_added(tmp_path):
     store = LocalStore(tmp_path)
     proven = [30]
     store.put("data/a", [b"x" * 100])

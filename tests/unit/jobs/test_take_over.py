@@ -153,7 +153,7 @@ def test_a_part_that_its_consumers_used_is_not_lost(place: Place) -> None:
         open_run(place.root.url)["s0"].load()
 
 
-def test_a_part_of_which_one_consumer_told_and_that_is_gone_is_lost(tmp_path: Path) -> None:
+def test_a_missing_part_that_one_of_two_consumers_used_is_lost(tmp_path: Path) -> None:
     place = start_run(LocalStore(tmp_path / "run"), {"meaning": {}})
     first, _ = write(place)
     Retention(place, "a", consumers=["a", "b"]).ack("s0", "s1")
@@ -305,7 +305,7 @@ def test_a_driver_of_version_1_refuses_a_run_that_a_later_one_took(tmp_path: Pat
     assert not any(entry.startswith(b'{"crc32c":"') for entry in entries)
 
 
-def test_a_store_that_cannot_tell_two_drivers_apart_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_without_atomic_creation_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalStore, "put_if_absent", lambda self, name, data: self.put(name, [data]))
     with pytest.raises(ConfigError, match=r"store\.single_driver"):
         taken(place)

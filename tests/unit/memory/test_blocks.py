@@ -37,7 +37,7 @@ def test_a_view_keeps_its_block(view: object) -> None:
     assert bytes(kept) == before
 
 
-def test_what_is_kept_stays_within_the_limit() -> None:
+def test_free_blocks_stay_within_the_limit() -> None:
     pool = BlockPool(8 * MIB)
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -47,7 +47,7 @@ def test_what_is_kept_stays_within_the_limit() -> None:
         assert pool.nbytes <= 8 * MIB
 
 
-def test_what_is_in_use_may_exceed_the_limit_and_is_not_kept() -> None:
+def test_blocks_in_use_may_exceed_the_limit_and_are_not_kept() -> None:
     pool = BlockPool(2 * MIB)
     held = [pool.take(MIB) for _ in range(6)]
     assert pool.nbytes == 6 * MIB
@@ -55,7 +55,7 @@ def test_what_is_in_use_may_exceed_the_limit_and_is_not_kept() -> None:
     assert pool.nbytes <= 2 * MIB
 
 
-def test_what_came_back_is_taken_again_before_anything_is_given_up() -> None:
+def test_released_blocks_are_reused_before_blocks_are_dropped() -> None:
     pool = BlockPool(2 * MIB)
     held = [pool.take(MIB) for _ in range(3)]
     for i in range(3):

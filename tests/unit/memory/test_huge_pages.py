@@ -22,7 +22,7 @@ def test_what_holds_no_whole_huge_page_is_left_alone():
     assert not huge_pages.advise(small.ctypes.data, small.nbytes)
 
 
-def test_what_is_there_stays():
+def test_advise_does_not_change_the_content():
     memory = np.arange(6 << 20, dtype=np.uint8)
     huge_pages.advise(memory.ctypes.data, memory.nbytes)
     assert (memory == np.arange(6 << 20, dtype=np.uint8)).all()

@@ -35,7 +35,7 @@ def shared() -> np.ndarray:
     return data
 
 
-def test_shared_memory_is_dropped_and_comes_back(shared: np.ndarray):
+def test_dropped_shared_memory_is_mapped_again_on_access(shared: np.ndarray):
     mapped = PlasmaViews()
     assert resident(shared) == NBYTES
     assert mapped.let_go(shared)
@@ -53,7 +53,7 @@ def test_it_is_brought_back_at_once(shared: np.ndarray):
     assert np.array_equal(shared, np.arange(NBYTES, dtype=np.uint8))
 
 
-def test_what_else_lies_on_a_page_of_memory_stays(shared: np.ndarray):
+def test_partial_pages_of_memory_are_not_dropped(shared: np.ndarray):
     assert PlasmaViews().let_go(shared[100 : 100 + LEAST_BYTES])
     assert resident(shared) == NBYTES - LEAST_BYTES + mmap.PAGESIZE
 

@@ -110,7 +110,7 @@ def test_every_place_of_the_stream_goes_through_the_norm_and_the_head(computed: 
     close(lens.logits(states, (0, 9), point="hidden_states"), computed.logits[:9])
 
 
-def test_what_has_no_logits_is_refused(computed: Computed, tmp_path: Path) -> None:
+def test_points_without_logits_are_refused(computed: Computed, tmp_path: Path) -> None:
     lens = LogitLens(str(computed.folder))
     made = computed_sample("a", IDS, computed.rows, {"mlp_out": (1,), "resid_mid": (1,)})
     sample = run_of(made.segments(0))["a"]

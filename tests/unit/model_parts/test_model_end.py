@@ -110,7 +110,7 @@ def test_norm_and_log_probabilities_are_the_models_own(family: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", ["gemma3n_text", "cohere2_moe", "falcon_h1", "deepseek_v4", "gemma9", None])
-def test_what_is_not_compared_is_refused(family: str | None) -> None:
+def test_model_families_without_a_tested_end_are_refused(family: str | None) -> None:
     with pytest.raises(ConfigError, match=f"got model_type {family!r}. Export to vllm or speculators"):
         end_rule("m", family)
 

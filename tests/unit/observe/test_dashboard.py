@@ -22,7 +22,7 @@ needs_promtool = pytest.mark.skipif(
 )
 
 
-def test_the_files_in_the_checkout_are_the_ones_that_the_code_writes(tmp_path):
+def test_the_dashboards_in_the_checkout_equal_those_that_the_code_writes(tmp_path):
     for path in write_dashboards(tmp_path):
         assert path.read_text() == (ROOT / "dashboards" / path.name).read_text(), "run `make tables`"
 
@@ -38,7 +38,7 @@ def test_every_expression_uses_names_that_are_exported_and_every_metric_is_asked
     assert {m.in_ray for m in METRICS if m.name not in silent} <= used
 
 
-def test_grafana_gets_panels_with_ids_of_their_own_that_do_not_overlap():
+def test_grafana_panels_have_unique_ids_and_do_not_overlap():
     panels = grafana()["panels"]
     assert len({p["id"] for p in panels}) == len(panels)
     cells = [

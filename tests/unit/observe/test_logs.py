@@ -46,7 +46,7 @@ def test_json_lines_hold_the_same():
     assert "ValueError: why" in line["traceback"]
 
 
-def test_what_comes_again_and_again_is_counted():
+def test_repeated_lines_are_counted_and_left_out():
     now = 0.0
     often = NotSoOften(lambda: now)
     assert sum(often.filter(record("lost %d", i)) for i in range(1000)) == OFTEN
@@ -88,7 +88,7 @@ def lines_of(name: str, log_it) -> list[str]:
     return out.getvalue().rstrip("\n").split("\n")
 
 
-def test_what_a_client_sent_is_escaped_whoever_shows_the_line():
+def test_a_clients_text_is_escaped_in_every_kind_of_log_line():
     key = f"k{HOSTILE}"
     for log_it in (
         lambda log: log.warning("of %s, %r, %d", key, key, 3),

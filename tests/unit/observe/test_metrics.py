@@ -39,7 +39,7 @@ def test_gauges_of_one_name_add_up_and_those_of_a_process_that_ended_are_gone():
     assert meter.sums() == {("pages", ""): 14}
 
 
-def test_sums_are_exact_whatever_threads_add():
+def test_sums_of_concurrent_threads_are_exact():
     meter = Meter()
     threads = [threading.Thread(target=lambda: [meter.add("tokens", 3) for _ in range(1000)]) for _ in range(8)]
     for t in threads:
@@ -62,7 +62,7 @@ def test_puts_fall_into_every_bucket_that_is_wide_enough():
     assert PUT_BUCKETS[-1] == math.inf
 
 
-def test_what_is_in_no_table_cannot_be_counted():
+def test_metrics_that_are_in_no_table_raise():
     with pytest.raises(KeyError):
         Meter().add("pagse")
     with pytest.raises(AssertionError):

@@ -21,7 +21,7 @@ def clock(monkeypatch: pytest.MonkeyPatch):
     return Clock
 
 
-def test_rates_forget_what_is_long_ago_and_give_the_time_left(clock):
+def test_rates_are_of_the_recent_past_and_give_the_time_left(clock):
     p = Progress(1000, 100, Console(file=io.StringIO()))
     p.started()
     for second in range(1, 121):

@@ -178,7 +178,7 @@ def test_a_credential_that_an_older_run_kept_is_not_shown(tmp_path: Path, capsys
         assert "hunter2" not in text
 
 
-def test_a_sample_that_is_not_there_is_told(small_run: Store):
+def test_a_missing_sample_raises(small_run: Store):
     with pytest.raises(SampleNotFound, match="no-such"):
         write_report(small_run, chosen=["no-such"])
 

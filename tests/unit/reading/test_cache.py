@@ -27,7 +27,7 @@ def filled() -> MemoryStore:
     return store
 
 
-def test_what_was_fetched_is_not_fetched_again(tmp_path: Path) -> None:
+def test_fetched_ranges_are_not_fetched_again(tmp_path: Path) -> None:
     inner = filled()
     store = CachedStore(inner, tmp_path / "c", 1 << 20)
     first = [bytes(v) for v in store.get_ranges("a", RANGES[:5])]

@@ -187,7 +187,7 @@ def test_threads_that_wait_for_one_part_get_its_error_and_later_ones_try_again()
     assert len(refusing.calls) == 2
 
 
-def test_memory_is_used_again_and_what_is_kept_stays_as_it_was(url: str) -> None:
+def test_memory_is_reused_and_kept_items_do_not_change(url: str) -> None:
     kept = {i["key"]: i["hidden_states"] for i in HiddenStatesDataset(url, prefetch_bytes=1 << 20, threads=3)}
     for sample in SAMPLES:
         assert np.array_equal(bits(kept[sample.key]), sample.states)
@@ -239,7 +239,7 @@ def test_a_shuffled_epoch_is_the_same_again_and_another_in_the_next(url: str) ->
     assert [len(HiddenStatesDataset(url, rank=r, world_size=3)) for r in range(3)] == [len(p) for p in parts]
 
 
-def test_what_is_read_together_lies_in_few_parts() -> None:
+def test_samples_that_are_read_together_are_in_few_parts() -> None:
     groups = np.arange(4000) // 40
     order = canonical_order(groups, shuffle=True, buffer=80, seed=0, epoch=0)
     assert max(len(set(groups[order[i : i + 80]])) for i in range(0, 4000, 80)) <= 3
@@ -369,7 +369,7 @@ def test_a_corrupt_part_is_raised_or_counted_never_passed_over(tmp_path: Path) -
         HiddenStatesMapDataset(place.url)[9]
 
 
-def test_wrong_arguments_are_told(url: str) -> None:
+def test_wrong_arguments_are_refused(url: str) -> None:
     for options in (
         {"layers": [3]},
         {"layers": 15},

@@ -51,7 +51,7 @@ def prefix(tmp_path):
     return tmp_path
 
 
-def test_what_has_expired_is_found_and_nothing_else(prefix):
+def test_only_expired_objects_and_markers_are_found(prefix):
     store = open_store(str(prefix))
     assert sorted(name for name, _ in expired(store)) == ["bad.error.json", "odd.bin.failed.json", "old.safetensors"]
     assert [name for name, _ in expired(store, now=999)] == []
@@ -71,7 +71,7 @@ def test_a_marker_of_no_object_is_none_and_ends_no_gc(prefix, name, capsys):
     assert not (prefix / "bad.error.json").exists()
 
 
-def test_the_command_only_lists_until_it_is_told_to_delete(prefix, capsys):
+def test_gc_only_lists_without_the_delete_option(prefix, capsys):
     before = sorted(p.name for p in prefix.iterdir())
     for arguments, left in ((["--json"], before), (["--delete"], None)):
         with pytest.raises(SystemExit) as end:
@@ -368,7 +368,7 @@ class LosingAnswers(MemoryStore):
         return super().delete_version(name, version)
 
 
-def test_a_probe_is_judged_by_what_is_stored_and_not_by_its_answers():
+def test_probes_check_the_stored_object_and_not_the_answers():
     store = LosingAnswers()
     require_conditional_deletes(store)
     assert replaces_conditionally(store)

@@ -131,7 +131,7 @@ def test_new_writers_are_found_by_one_listing_that_skips_long_logs(receipts: int
     assert (len(listed), len(read)) == (listings, min(receipts, 1000) + 3)
 
 
-def test_a_run_without_a_live_attempt_is_told() -> None:
+def test_a_run_without_a_live_attempt_raises_run_stalled() -> None:
     store, now = MemoryStore(), [0.0]
     write_v1_run(store, {})
     writer = RunWriter(store)
@@ -158,7 +158,7 @@ def test_a_run_without_a_live_attempt_is_told() -> None:
         next(source)
 
 
-def test_following_goes_on_behind_what_was_done() -> None:
+def test_a_follower_resumes_after_the_samples_that_are_done() -> None:
     store = MemoryStore()
     write_v1_run(store, {})
     for name in "vw":
@@ -178,7 +178,7 @@ def test_following_goes_on_behind_what_was_done() -> None:
         assert everything[:taken] + keys_of(Follower(open_place(store), state=position)) == everything
 
 
-def test_ranks_divide_what_is_followed(tmp_path: Path) -> None:
+def test_ranks_share_the_samples_of_a_followed_run(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "run"))
     store_run(store, SAMPLES)
     seen = [
@@ -229,7 +229,7 @@ def test_a_part_is_removed_once_every_consumer_has_used_it(tmp_path: Path) -> No
         Retention(run_place, "../x")
 
 
-def test_a_part_with_a_copy_of_a_sample_that_nobody_used_stays() -> None:
+def test_a_part_with_an_unused_copy_of_a_sample_is_kept() -> None:
     """The copy that a follower received is not the copy that counts later."""
     store = MemoryStore()
     write_v1_run(store, {})
@@ -364,7 +364,7 @@ def test_a_lost_sample_that_is_computed_again_while_the_run_is_followed(resumed:
 
 @pytest.mark.parametrize("restart_after", range(1, 5))
 @pytest.mark.parametrize("early", [False, True])
-def test_a_lost_sample_is_given_once_wherever_its_reader_is_restarted(restart_after: int, early: bool) -> None:
+def test_a_lost_sample_is_given_once_after_a_restart_at_any_point(restart_after: int, early: bool) -> None:
     """``early``: the next attempt computes it again before the reader is restarted, otherwise after."""
     store = MemoryStore()
     place = start_run(store, {"meaning": {"layers": [2, 15, 30]}})
@@ -431,7 +431,7 @@ def test_a_part_that_holds_half_a_sample_stays_until_the_run_is_over() -> None:
     assert not list(store.list("data/"))
 
 
-def test_what_was_read_of_the_manifest_is_not_read_again_for_a_new_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_reads_each_receipt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     write_v1_run(store, {})
     writer = RunWriter(store)
@@ -631,7 +631,7 @@ SMALL = [random_sample(f"k{i}", 6, seed=i, layer_ids=(1,), hidden_size=4) for i 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_follower_gives_each_sample_once_wherever_it_is_resumed(seed: int) -> None:
+def test_a_follower_gives_each_sample_once_when_resumed_at_any_point(seed: int) -> None:
     rnd = random.Random(seed)
     parts = parts_of_a_run(rnd)
     store = MemoryStore()

@@ -22,7 +22,7 @@ def never(_: float) -> None:
     pytest.fail("nothing is to be waited for")
 
 
-def test_a_run_that_nobody_took_or_that_is_over_is_known_at_once(store: MemoryStore) -> None:
+def test_new_stopped_and_complete_runs_are_known_without_waiting(store: MemoryStore) -> None:
     assert (observe(store, 9, sleep=never).state, require_dead(store, sleep=never)) == ("new", 0)
     take_attempt(store, {})
     beat(store, 1, 3, "stopped: signal")

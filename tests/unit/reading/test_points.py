@@ -125,7 +125,7 @@ def test_hidden_states_next_to_other_points_are_what_they_always_were() -> None:
         lambda s: s.point("hidden_states", 3),
     ],
 )
-def test_what_is_not_stored_is_refused_with_what_is(ask: Callable[[Any], Any]) -> None:
+def test_missing_points_are_refused_with_the_stored_points(ask: Callable[[Any], Any]) -> None:
     sample = run_of(point_sample("a").segments(0))["a"]
     with pytest.raises(ConfigError, match="expected points among q, mlp_out, topk_ids, got no "):
         ask(sample)
@@ -143,7 +143,7 @@ def test_a_layer_that_one_of_the_points_lacks_is_named() -> None:
         sample.load([3], points=["q", "mlp_out"])
 
 
-def test_what_was_seen_of_a_point_names_it() -> None:
+def test_findings_of_the_sanity_checks_name_their_point() -> None:
     made = point_sample("a", hidden=True)
     segments = [
         (sample, replace(s, meta={"bad": {"zero_layers": [3]}} if s.column in (0, 4) else {}), row)
@@ -251,7 +251,7 @@ def test_verify_finds_columns_that_are_no_whole_point() -> None:
     assert "'b'" in problem.message or "b: expected the shards of point" in problem.message
 
 
-def test_points_have_layers_of_their_own() -> None:
+def test_points_can_have_different_layers() -> None:
     run = run_of(point_sample("a", odd=False).segments(0))
     loaded = run["a"].load({"q": [7], "mlp_out": [7]}, points=["q", "mlp_out"], framework="numpy")
     both = run["a"].load(points=["q", "mlp_out"], framework="numpy")["points"]

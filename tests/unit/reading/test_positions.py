@@ -216,7 +216,7 @@ def test_states_between_snapshots_are_not_merged(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "all", "tokens", "packed"])
-def test_workers_begin_the_next_epoch_after_one_that_resumed_a_merged_state(folder: Path, kind: str) -> None:
+def test_workers_start_the_next_epoch_after_resuming_a_merged_state(folder: Path, kind: str) -> None:
     found, orders = moments(Case(folder, kind))
     at = next(m for m in found if m.taken == 2)
     every = {i for item in orders[0] for i in item}

@@ -33,7 +33,7 @@ def test_order_is_kept_and_bytes_are_bounded(sizes: list[int], threads: int, mos
     assert seen == list(range(len(sizes)))
 
 
-def test_an_error_of_the_source_comes_in_its_place() -> None:
+def test_an_error_of_the_source_is_raised_in_its_order() -> None:
     def source() -> Iterator[tuple[int, int]]:
         yield 1, 1
         yield 2, 1

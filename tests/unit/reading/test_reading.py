@@ -166,7 +166,7 @@ def test_reading_imports_neither_torch_nor_ray_nor_vllm(store: Store) -> None:
     assert out.stdout.split("\n")[:2] == ["(100, 3, 24)", "[]"]
 
 
-def test_what_is_not_there_is_told(store: Store, tmp_path: Path) -> None:
+def test_missing_runs_samples_and_layers_raise(store: Store, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"run\.json"):
         open_run(store.url)
     writer = write(store)
@@ -366,7 +366,7 @@ def test_any_flipped_bit_of_a_part_is_found_by_verify(codec: Codec) -> None:
         assert any("crc32c" in p.message for p in problems)
 
 
-def test_verify_names_what_is_missing_or_another(store: Store) -> None:
+def test_verify_names_missing_and_swapped_parts(store: Store) -> None:
     writer = write(store)
     writer.complete()
     first, second = (o.name for o in store.list("data/"))
@@ -422,7 +422,7 @@ def content_of(sample: RandomSample) -> bytes:
     return store.objects["x"]
 
 
-def test_what_is_attached_and_lost_is_told_of_samples() -> None:
+def test_samples_give_attached_arrays_and_the_loss_of_the_codec() -> None:
     store = MemoryStore()
     write_v1_run(store, {})
     writer = RunWriter(store, Fp8TokenCodec(), attached={"loss_mask": np.arange(100) > 50})

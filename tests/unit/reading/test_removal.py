@@ -150,7 +150,7 @@ def test_samples_that_are_gone_with_their_run_are_not_skipped() -> None:
     raise AssertionError("the reader did not end within 200 requests")
 
 
-def test_a_follower_of_a_removed_run_is_not_told_that_it_stands_still() -> None:
+def test_a_follower_of_a_removed_run_raises_that_the_run_is_removed() -> None:
     store, now = MemoryStore(), [0.0]
     store_run(store, SAMPLES)
     RunWriter(store).put([whole(SAMPLES[0])])  # another attempt: the run is not complete

@@ -130,7 +130,7 @@ def test_loading_one_sample(make: Callable[[], Asked], opening: list[str], monke
     assert sorted(store.take()) == sorted([*opening, part, part])
 
 
-def test_each_look_at_a_run_that_grows_costs_what_was_stored_since(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_refresh_of_a_growing_run_requests_only_new_receipts(monkeypatch: pytest.MonkeyPatch) -> None:
     """``load_hidden_states(wait=…)`` and ``Run.refresh``. One of three writers has more than a page of names."""
     monkeypatch.setattr(receipt_log, "_PAGE", 5)
     monkeypatch.setattr(Index, "__init__", lambda *_, **__: pytest.fail("a look makes no columns of all samples"))

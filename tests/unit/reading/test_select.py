@@ -67,12 +67,12 @@ def test_the_index_says_what_the_manifest_says(receipts: list[tuple], complete: 
     parts = sorted(manifest.parts)
     stored = set(parts[::2])
     inside = {key for key, record in manifest.samples.items() if {proof.part for proof in record.segments} <= stored}
-    assert {run.keys()[i] for i in np.flatnonzero(run.index.lie_in(stored))} == inside
+    assert {run.keys()[i] for i in np.flatnonzero(run.index.stored_in(stored))} == inside
     assert run.index.conflicts == manifest.conflicts
     assert pickle.loads(pickle.dumps(run.index)).keys == run.keys()
 
 
-def test_samples_are_selected_by_what_is_known_of_them(tmp_path: Path) -> None:
+def test_samples_are_selected_by_key_length_split_and_metadata(tmp_path: Path) -> None:
     samples = [random_sample(f"k{i:03d}", 3 + i % 10, seed=i) for i in range(200)]
     store = open_store(str(tmp_path / "run"))
     store_run(

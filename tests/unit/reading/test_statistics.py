@@ -132,7 +132,7 @@ def test_the_command_names_layers_as_extraction_does(
     assert [row["layer"] for row in json.loads(done.output)["layers"]] == expected
 
 
-def test_what_is_stored_can_be_read(tmp_path: Path) -> None:
+def test_stored_statistics_can_be_read_and_wrong_ones_are_not_stored(tmp_path: Path) -> None:
     """Squares of float32 are far beyond the numbers of other objects. What no reader would accept is not stored."""
     sample = random_sample("a", 5, layer_ids=(2,), dtype="float32", odd=False)
     sample.states[2, 0, 3] = np.float32(3e38).view(np.uint32)
@@ -179,7 +179,7 @@ def test_verify_names_damaged_ones_and_no_others(tmp_path: Path, version: int) -
     assert "Run `hsx stats` again" in problems[1].message
 
 
-def test_runs_of_version_1_that_lost_their_description_are_told_with_their_statistics(tmp_path: Path) -> None:
+def test_rm_lists_the_statistics_of_a_version_1_run_without_a_description(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     run = run_at(tmp_path, version=1)
@@ -203,7 +203,9 @@ def test_runs_of_version_1_that_lost_their_description_are_told_with_their_stati
         ({"hidden_size": 0, "mean": "", "variance": "", "absmax": "", "crc32c": None}, "arrays of one length"),
     ],
 )
-def test_what_is_damaged_or_of_another_layer_is_refused(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+def test_statistics_that_are_damaged_or_of_another_layer_are_refused(
+    tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
     run = run_at(tmp_path, 2)
     store_statistics(run, compute_statistics(run, [2]))
     body = {**json.loads(run.store.get(statistics_name(2))), **changes}
@@ -236,7 +238,7 @@ def test_statistics_of_another_width_scale_nothing(tmp_path: Path) -> None:
         next(iter(batches))
 
 
-def test_of_a_run_that_does_not_tell_its_layers_they_are_the_first_samples(tmp_path: Path) -> None:
+def test_a_run_without_listed_layers_has_statistics_of_the_first_samples_layers(tmp_path: Path) -> None:
     from hsx_dist import HiddenStatesDataset, TokenBatches
 
     store = open_store(str(tmp_path / "run"))

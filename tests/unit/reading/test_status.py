@@ -45,7 +45,7 @@ def test_every_row_is_accounted_for_while_a_driver_lives(store, capsys, monkeypa
     assert "2 replicas ready, 64 rows under way, 0 tokens/s, paused by max_x" in capsys.readouterr().out
 
 
-def test_a_driver_whose_heart_stands_still_is_silent_and_one_that_ends_meanwhile_says_so(store):
+def test_a_driver_without_new_heartbeats_is_silent_and_a_stopped_one_is_stopped(store):
     beat(store, 1, 7, "running")
     assert run_status(store, sleep=lambda _: None).state == "silent"
     assert run_status(store, sleep=lambda _: beat(store, 1, 8, "stopped: signal")).state == "stopped: signal"
@@ -56,7 +56,7 @@ def test_before_a_driver_counted_its_rows_nothing_is_claimed(store):
     assert (status.state, status.rows["total"], status.rows["open"]) == ("silent", None, None)
 
 
-def test_a_complete_run_is_complete_whatever_its_heartbeat_says(store, capsys):
+def test_a_complete_run_is_complete_with_any_heartbeat(store, capsys):
     beat(store, 1, 7, "running")
     write_complete(store, 1, load_manifest(store), {"rows": 32})
     status = run_status(store, sleep=lambda _: pytest.fail("nothing is to be waited for"))

@@ -108,7 +108,7 @@ def test_a_loss_mask_of_another_shape_is_named(shape: tuple[int, ...], monkeypat
     assert "expected a loss mask of 20 tokens" in problem.message
 
 
-def test_a_loss_mask_is_0_or_1_whatever_numbers_are_attached() -> None:
+def test_a_loss_mask_is_0_or_1_for_any_attached_numbers() -> None:
     weights = np.where(IDS % 2, 0.5, 0.0)
     weights[4] = np.nan
     loaded = run_of([[(SAMPLE, WHOLE, 0)]], attached={"loss_mask": weights})["a"].load(framework="numpy")

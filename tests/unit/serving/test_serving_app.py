@@ -85,7 +85,7 @@ def test_without_the_servers_key_nothing_is_answered_and_nothing_reaches_the_eng
     ],
 )
 @pytest.mark.parametrize("piece_bytes", [1, 16 * 24 * 2 * 3, 8 << 20])
-def test_a_sample_or_a_range_of_it_is_streamed_bit_by_bit(
+def test_streamed_samples_and_token_ranges_are_bit_for_bit_equal(
     tmp_path, monkeypatch, codec, query, tokens, layers, piece_bytes
 ):
     monkeypatch.setattr(states_file, "PIECE_BYTES", piece_bytes)
@@ -124,7 +124,7 @@ def test_a_line_break_is_a_part_of_the_key(tmp_path):
         error(c.get("/v1/hidden_states/a%0A"), 404, "NotFound")
 
 
-def test_what_is_streamed_is_fetched_once(tmp_path, monkeypatch):
+def test_streamed_ranges_are_fetched_once(tmp_path, monkeypatch):
     monkeypatch.setattr(states_file, "PIECE_BYTES", 1)
     sample = store_sample(tmp_path, random_sample("k", 320, hidden_size=512))
     fetched = []
@@ -160,7 +160,7 @@ def test_a_key_that_is_not_stored_yet_is_waited_for(tmp_path):
         assert same(c.get("/v1/hidden_states/k?wait=30").content, random_sample("k"))
 
 
-def test_samples_that_failed_expired_or_are_anothers_are_told_apart(tmp_path):
+def test_failed_expired_and_conflicting_samples_have_different_errors(tmp_path):
     def mark(name: str, reason: str, **more: Any) -> None:
         (tmp_path / name).write_text(json.dumps({"key": "k", "error": reason, **more}))
 
@@ -279,7 +279,7 @@ def test_an_object_that_is_stored_anew_while_it_streams_is_read_on(tmp_path, mon
         ("K", 404),
     ],
 )
-def test_what_is_no_key_or_parameter_is_refused_and_no_path_leaves_the_prefix(tmp_path, path, status):
+def test_wrong_keys_and_parameters_are_refused_and_no_path_leaves_the_prefix(tmp_path, path, status):
     store_sample(tmp_path, random_sample("secret"))
     (tmp_path / "prefix").mkdir()
     store_sample(tmp_path / "prefix", random_sample("k"))
@@ -438,7 +438,7 @@ def test_a_selection_without_tokens_is_an_error_in_a_stream_too(tmp_path):
     assert json.loads(events[-3].removeprefix("data: "))["error"]["param"] == "kv_transfer_params.hidden_states_tokens"
 
 
-def test_what_was_asked_for_and_stored_is_answered(tmp_path):
+def test_an_inline_answer_has_the_requested_layers_and_tokens(tmp_path):
     params = {"hidden_states_layers": [15], "hidden_states_loss_mask": [1, 0], "hidden_states_tokens": "last"}
     server = outer_server(tmp_path, layers=(15,), tokens=1, attached={"loss_mask": np.ones(1, np.uint8)})
     with client(server) as c:

@@ -21,7 +21,7 @@ def test_coalesced_spans_give_every_range(ranges: list[tuple[int, int]], gap: in
     assert [bytes(v) for v in got] == [data[a:b] for a, b in ranges]
 
 
-def test_short_content_is_told() -> None:
+def test_short_content_raises() -> None:
     with pytest.raises(ValueError, match=r"x: expected 10 bytes at \[5, 15\), got 3"):
         cut("x", [(5, 15)], [(5, 15)], [b"abc"])
 

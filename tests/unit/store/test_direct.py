@@ -31,7 +31,7 @@ def _aligned(nbytes: int) -> memoryview:
 
 @pytest.mark.parametrize("before", [0, 4096, 100])
 @pytest.mark.parametrize("nbytes", [direct.LEAST_BYTES, 3 * direct.LEAST_BYTES + 4097])
-def test_what_lies_as_a_disk_wants_it_is_not_copied(
+def test_aligned_memory_is_written_without_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, nbytes: int
 ) -> None:
     views = [*_views(before), _aligned(nbytes), *_views(1528)]
@@ -117,7 +117,7 @@ def test_writes_that_are_cut_short_go_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "a").read_bytes() == view
 
 
-def test_a_disk_that_is_full_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     calls = 0
 

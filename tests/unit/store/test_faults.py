@@ -118,7 +118,7 @@ def test_expired_credentials_are_recognised() -> None:
     assert not expired(_caused(PermissionError("x"), ClientError("AccessDenied", 403)))
 
 
-def test_what_happened_beside_an_error_says_nothing_about_it() -> None:
+def test_the_context_of_an_error_does_not_decide_its_type() -> None:
     error = EndpointConnectionError("Could not connect")
     error.__context__ = FileNotFoundError("the credentials file")
     assert type(translate(error, "get x", "bkt", _NOTHING)) is Unavailable

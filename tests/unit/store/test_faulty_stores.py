@@ -52,7 +52,7 @@ def test_calls_and_bytes_are_counted_also_of_what_fails() -> None:
     assert store.bytes_put == 15
 
 
-def test_a_failure_comes_before_or_after_the_deed() -> None:
+def test_a_failing_store_fails_before_or_after_the_call() -> None:
     inner = MemoryStore()
     with pytest.raises(Denied):
         FailingStore(inner, Denied("no")).put("a", [b"1"])
@@ -83,7 +83,7 @@ def test_a_slow_store_takes_its_time_for_every_byte() -> None:
     assert time.monotonic() - begin >= 0.05
 
 
-def test_a_lie_stores_nothing_and_deletes_nothing() -> None:
+def test_a_lying_store_reports_success_without_storing_or_deleting() -> None:
     store = LyingStore(MemoryStore(), Strike({"put", "delete"}))
     store.put("a", [b"1"])
     with pytest.raises(NotFound):

@@ -145,7 +145,7 @@ def test_links_in_circles_do_not_make_a_listing_endless(root: Path, targets: lis
         list(LocalStore(root).list())
 
 
-def test_what_is_no_file_is_no_object(root: Path) -> None:
+def test_fifos_and_devices_are_not_objects(root: Path) -> None:
     os.mkfifo(root / "fifo")
     (root / "device").symlink_to("/dev/null")
     store = LocalStore(root)

@@ -70,12 +70,12 @@ def test_a_folder_that_is_listed_and_said_to_be_missing_is_not_empty(flaky: Fssp
         list(flaky.list("m/" if folder == "m" else ""))
 
 
-def test_what_is_not_there_is_empty(flaky: FsspecStore) -> None:
+def test_a_listing_of_a_missing_folder_is_empty(flaky: FsspecStore) -> None:
     assert list(flaky.list("none/")) == []
     assert list(FsspecStore("memory://nothing-was-ever-stored/run").list()) == []
 
 
-def test_a_link_that_fsspec_lists_is_told(flaky: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_symbolic_link_that_fsspec_lists_raises(flaky: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = Flaky.ls
 
     def ls(self: Flaky, path: str, **kwargs: Any) -> Any:
@@ -105,9 +105,7 @@ def test_a_folder_is_reached_without_a_library(tmp_path: Path, backend: Any) -> 
         assert isinstance(open_store(url, backend=backend)._inner, LocalStore)  # type: ignore[attr-defined]
 
 
-def test_a_forked_reader_of_a_folder_is_told_of_one_that_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forked_reader_raises_when_a_folder_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store_run(open_store(str(tmp_path / "run")), [random_sample("a", 3, seed=1)])
     run = open_run(str(tmp_path / "run"))
     run._pid = -1  # as in a child process

@@ -100,7 +100,7 @@ def test_errors_of_the_file_system(
     assert str(tmp_path) in str(told.value)
 
 
-def test_no_hard_links_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_if_absent_raises_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -135,7 +135,7 @@ def test_relative_roots_do_not_follow_the_working_folder(tmp_path: Path, monkeyp
     assert store.get("a") == b"1"
 
 
-def test_a_range_that_lies_is_not_allocated(tmp_path: Path) -> None:
+def test_a_range_beyond_the_object_is_not_allocated(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.put("a", [b"1"])
     with pytest.raises(ValueError, match="the object is shorter"):

@@ -94,7 +94,7 @@ def test_a_refusal_is_not_repeated(refusal: Exception) -> None:
     assert (inner.calls, clock.pauses) == (1, [])
 
 
-def test_time_is_limited_and_told() -> None:
+def test_retries_end_at_the_time_limit_and_the_error_counts_them() -> None:
     inner = Flaky(*[Unavailable("busy")] * 10_000)
     store, clock = _retrying(inner, 60)
     with pytest.raises(Unavailable, match=r"^busy \(tried \d+ times in \d+ s\)$"):

@@ -179,7 +179,7 @@ def _swaps(prefix: Path, outside: Path) -> dict[str, Callable[[], None]]:
 
 
 @pytest.mark.parametrize("swap", ["outer", "inner", "object"])
-def test_what_is_swapped_after_the_check_is_not_followed(tmp_path: Path, swap: str) -> None:
+def test_links_that_are_swapped_in_after_the_check_are_not_followed(tmp_path: Path, swap: str) -> None:
     prefix, outside = _places(tmp_path)
     store, name = open_within(str(prefix), str(prefix / PLACE))
     assert load_object(store, name, framework="numpy")["hidden_states"].view(np.uint32).max() == 1

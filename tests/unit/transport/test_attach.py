@@ -72,7 +72,7 @@ def submit(outlet: AttachedEnd, *keys: str) -> None:
     outlet.submit(*pages)
 
 
-def told(server, n: int) -> dict[str, str | None]:
+def shipped_reasons(server, n: int) -> dict[str, str | None]:
     found = [server.shipped.get(timeout=30) for _ in range(n)]
     return {shipped.key: shipped.reason for shipped in found}
 
@@ -99,7 +99,7 @@ def test_nothing_that_a_stranger_sends_is_unpickled(server, connect, tmp_path):
                 stranger.send_bytes(pickle.dumps(Ran(str(ran))))
         assert not ran.exists()
     submit(connect(), "a")
-    assert told(server, 1) == {"a": None}
+    assert shipped_reasons(server, 1) == {"a": None}
     assert server.ended.empty()  # the end of a stranger is not the end of the engine
 
 
@@ -108,10 +108,10 @@ def test_only_this_user_can_enter_the_sockets_folder(server):
     assert (folder.st_uid, folder.st_mode & 0o777) == (os.geteuid(), 0o700)
 
 
-def test_a_stranger_that_says_nothing_delays_nobody(server, connect):
+def test_a_silent_connection_does_not_delay_other_connections(server, connect):
     silent = [Client(server.address, "AF_UNIX") for _ in range(3)]
     submit(connect(), "a")
-    assert told(server, 1) == {"a": None}
+    assert shipped_reasons(server, 1) == {"a": None}
     for connection in silent:
         connection.close()
 

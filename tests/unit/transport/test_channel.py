@@ -17,7 +17,7 @@ from hsx_dist.writers.events import Lost, Stored
 from tests.unit.transport.placements import place
 
 
-def test_what_is_to_be_told_is_told_at_one_go_with_the_numbers_first(monkeypatch):
+def test_queued_messages_are_sent_together_with_metrics_first(monkeypatch):
     monkeypatch.setattr(channel, "RETURN_LINGER_S", 0.5)
     ours, theirs = Pipe()
     meter = Meter()
@@ -37,7 +37,7 @@ def test_what_is_to_be_told_is_told_at_one_go_with_the_numbers_first(monkeypatch
         assert not ours.poll()
 
 
-def test_a_line_of_the_log_that_cannot_be_sent_is_sent_without_what_is_beside_its_words():
+def test_a_log_record_that_cannot_be_pickled_is_sent_as_text():
     ours, theirs = Pipe()
     with ours, theirs:
         teller = ReturnQueue(theirs, 100, Meter())

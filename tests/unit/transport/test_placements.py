@@ -27,7 +27,7 @@ def placement(request, tmp_path) -> Iterator[Placement]:
         yield made
 
 
-def test_what_is_stored_is_what_was_submitted_and_the_ring_goes_round(placement):
+def test_stored_states_equal_the_submitted_states_after_the_ring_wraps(placement):
     sent = {f"k{i}": some(40, seed=i) for i in range(600)}  # three times the ring
     assert sum(s.nbytes for s in sent.values()) > 2 * RING
     for key, states in sent.items():
@@ -47,7 +47,7 @@ def counts(placement: Placement) -> dict[str, float]:
     return {name: value for (name, _), value in placement.meter.sums().items()}
 
 
-def test_what_a_client_said_of_a_sample_of_several_pages_is_stored_with_it(placement):
+def test_metadata_and_arrays_of_a_sample_of_several_pages_are_stored(placement):
     states = some(10)
     mask = np.arange(10, dtype=np.int64) % 2
     placement.submit("a", states, page_tokens=4, meta={"user": {"id": 7}}, attached={"loss_mask": mask})
@@ -122,7 +122,7 @@ def test_a_page_that_cannot_cross_a_process_border_costs_its_sample_alone(placem
 
 
 @pytest.mark.parametrize("placement", ["attach", "spawn"], indirect=True)
-def test_a_page_that_comes_without_the_first_one_of_its_sample_costs_that_sample_alone(placement):
+def test_a_sample_without_its_first_page_fails_alone(placement):
     _, late = placement.pages("a", some(8), page_tokens=4)
     placement.end.submit((late, None))
     placement.end.ring.free(0)  # the slot of the first page, which was never submitted

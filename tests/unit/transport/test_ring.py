@@ -19,7 +19,7 @@ def test_what_can_never_fit_is_an_error_and_not_a_wait():
         Ring(1024).allocate(1025)
 
 
-def test_space_comes_back_in_order_of_allocation():
+def test_space_is_freed_in_order_of_allocation():
     ring = Ring(256)
     a, b = ring.allocate(128), ring.allocate(128)
     assert a is not None

@@ -70,7 +70,7 @@ def test_an_error_while_idle_does_not_end_the_thread(monkeypatch):
     assert thread.calls.get(timeout=60) == ["k0"]
 
 
-def test_each_column_of_a_sample_is_told_of_with_its_own_failure():
+def test_each_column_of_a_sample_is_reported_with_its_own_failure():
     told: queue.Queue[list[Shipped]] = queue.Queue()
     thread = ShippingThread(lambda _, shipped: told.put(shipped), Meter())
 
@@ -88,7 +88,7 @@ def test_each_column_of_a_sample_is_told_of_with_its_own_failure():
     assert (counted["samples"], counted["skipped"], counted["pages"]) == (1, 1, 3)
 
 
-def test_what_is_large_enough_waits_for_nothing():
+def test_large_pages_are_sent_at_once():
     thread = Thread(least_bytes=100, linger_s=FOREVER)
     thread.thread.put(page(0, 100))
     assert thread.calls.get(timeout=60) == ["k0"]

@@ -80,7 +80,7 @@ def test_the_process_is_no_engines_equal_where_they_share_cores_and_ends_with_it
     assert not psutil.pid_exists(process)
 
 
-def test_when_it_is_killed_its_samples_are_told_and_the_next_are_stored(outlet, tmp_path, caplog):
+def test_a_killed_process_fails_its_samples_and_the_next_samples_are_stored(outlet, tmp_path, caplog):
     process = pid()
     os.kill(process, signal.SIGSTOP)
     for i in range(3):
@@ -104,7 +104,7 @@ def test_when_it_is_killed_its_samples_are_told_and_the_next_are_stored(outlet, 
     np.testing.assert_array_equal(states_of(tmp_path, "lost0"), some(seed=0))
 
 
-def test_what_still_comes_of_a_sample_that_was_lost_joins_nothing(outlet, tmp_path):
+def test_later_pages_of_a_lost_sample_are_dropped(outlet, tmp_path):
     states = np.concatenate([some(4), some(4, seed=1)], axis=1)
     segment = Segment("a", 0, 0, 8, 8, source="r:0")
 
@@ -179,7 +179,7 @@ def test_the_end_while_another_one_starts_leaves_it_the_ring_and_no_process(tmp_
 
 
 @pytest.mark.parametrize("error", [OSError("stale"), ValueError("no")])
-def test_whom_it_tells_may_fail_and_the_rest_is_told(tmp_path, caplog, error):
+def test_an_error_of_the_event_handler_does_not_stop_later_events(tmp_path, caplog, error):
     told: list[str] = []
 
     def fail_once(event: Event) -> None:
@@ -229,7 +229,7 @@ def test_it_runs_nothing_of_the_folder_that_its_engine_was_started_in(tmp_path, 
     np.testing.assert_array_equal(states_of(tmp_path, "a"), some())
 
 
-def test_what_is_told_slowly_does_not_keep_the_end(tmp_path):
+def test_a_slow_event_handler_does_not_delay_the_end(tmp_path):
     go, telling = threading.Event(), threading.Event()
 
     def slowly(_: Event) -> None:
@@ -386,7 +386,7 @@ def memory_of(process: int, name: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
-def test_of_long_samples_the_writers_hold_one_and_keep_nothing_of_it(tmp_path):
+def test_writers_hold_one_long_sample_at_a_time_and_free_its_memory(tmp_path):
     """A sample is one object, and the writers hold it whole. A second sample, or a copy that stays, would show."""
     tokens, width, pages, budget = 128, 1024, 48, 8 << 20
     outlet = outlet_on(tmp_path, apart=True, in_flight_bytes=budget)

@@ -49,7 +49,7 @@ def test_padding_goes_to_the_block_that_is_nobodys() -> None:
     assert (cache[1:] == -1).all()
 
 
-def test_rows_between_which_something_else_lies() -> None:
+def test_rows_with_an_odd_stride_are_refused() -> None:
     odd = torch.zeros(4 * 100).as_strided((2, 2, 4, HIDDEN), (100, 48, 11, 1))
     with pytest.raises(ValueError, match="multiples of the rows' length 8"):
         flat_rows(odd)

@@ -87,7 +87,7 @@ def test_a_model_that_sets_its_layers_without_the_mixin_is_accepted():
 
 
 @pytest.mark.parametrize(("kind", "where"), [(OwnCapture, "OwnCapture.forward"), (NoCapture, "NoCapture")])
-def test_a_model_with_a_capture_of_its_own_is_refused_for_layer_0_alone(kind, where):
+def test_a_model_with_custom_capture_code_is_refused_for_layer_0_alone(kind, where):
     model = made(kind)
     with pytest.raises(ConfigError, match=rf"layer 0 of some/model: .*{kind.__name__}.*code in {where}.*layers from 1"):
         check(model)

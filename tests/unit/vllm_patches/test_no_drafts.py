@@ -17,7 +17,7 @@ def request() -> Request:
     return Request("r", [1, 2, 3], SamplingParams(max_tokens=8), None)
 
 
-def test_what_is_drafted_is_not_there():
+def test_drafts_of_a_marked_request_are_dropped():
     r, other = request(), request()
     never_draft(r)
     never_draft(r)

@@ -55,7 +55,7 @@ def test_large_pages_are_spread():
     assert calls(8, CALL_BYTES) == [2 * CALL_BYTES] * 4
 
 
-def test_pages_for_other_nodes_lie_in_this_ones_object_store_within_their_bound():
+def test_pages_for_other_nodes_stay_within_their_bound_in_the_object_store():
     """Two writers on other nodes have room, the local one is full. The two together get no more than the bound."""
     sender = RaySender(
         [("here", "mine"), ("there", "a"), ("elsewhere", "b")], print, node="here", abroad_bytes=2 * CALL_BYTES

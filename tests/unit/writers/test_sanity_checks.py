@@ -69,7 +69,7 @@ def test_a_layer_is_zero_only_if_all_of_its_pages_are(dtype):
 
 @settings(max_examples=200, deadline=None)
 @given(hnp.arrays(np.uint16, (2, 5, 3), elements=st.integers(0, 0xFFFF)), st.sampled_from(["bfloat16", "float16"]))
-def test_equals_what_torch_says_of_any_bits(bits, dtype):
+def test_the_scan_equals_torch_for_any_bits(bits, dtype):
     values = torch.from_numpy(bits.view(np.int16)).view(DTYPES[dtype])
     found = scan(page_of(values))
     bad = (~torch.isfinite(values.float())).any(-1).sum(-1).tolist()

@@ -49,7 +49,7 @@ def written(store: LocalStore) -> LocalStore:
     return store
 
 
-def test_what_is_added_is_proven_and_readable(store):
+def test_added_pages_get_receipts_and_are_readable(store):
     events = []
     sink = PartSink(store, options(), events.append)
     for page in [*pages("a", 1), *pages("b", 100), *pages("c", 200)]:
@@ -144,7 +144,7 @@ def test_a_newer_attempt_fences_the_sink_off(store):
     assert load_manifest(store).samples == {}  # the part exists, but no receipt names it
 
 
-def test_starved_sink_seals_what_is_whole_rather_than_wait_for_a_full_part(store):
+def test_a_sink_without_free_memory_seals_whole_samples_before_a_part_is_full(store):
     """There is room for one page, and a part would need hundreds. The sink must seal early to accept more pages."""
     sink = PartSink(store, options(max_bytes=pages("k", 16)[0].nbytes), lambda _: None)
     for i in range(20):
@@ -185,7 +185,7 @@ def test_a_row_that_is_computed_again_before_its_part_is_sealed_is_stored_apart(
     check_readable(store, load_manifest(store), "k", 40)
 
 
-def test_what_nobody_goes_on_with_is_dropped(store):
+def test_stale_unfinished_segments_are_dropped(store):
     sink = PartSink(store, options(part_seconds=0.04, stale_seconds=0.05), lambda _: None)
     sink.add(pages("k", 40)[0])
     while sink.held_bytes:
@@ -220,7 +220,7 @@ def test_an_unfinished_segment_survives_an_outage_of_the_store(store, monkeypatc
     assert sink.held_bytes == 0
 
 
-def test_without_a_run_two_copies_of_a_sample_are_two_requests_and_both_are_told(tmp_path):
+def test_without_a_run_two_copies_of_a_sample_are_both_stored_and_reported(tmp_path):
     """Their pages alternate. In a run the first copy would be a dead engine's."""
     told = []
     store = LocalStore(tmp_path)
@@ -269,7 +269,7 @@ def test_a_segment_that_no_part_can_hold_costs_itself_alone(store, monkeypatch):
 
 
 @pytest.mark.parametrize("meta", [{"a": float("nan")}, {"a": object()}, {1: 1, "b": 2}], ids=["nan", "object", "keys"])
-def test_what_cannot_be_said_of_a_sample_costs_it_alone(store, meta):
+def test_metadata_that_is_not_json_fails_its_sample_alone(store, meta):
     events = []
     sink = PartSink(store, options(), events.append)
     for key in ("a", "bad", "b"):

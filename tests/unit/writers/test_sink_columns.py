@@ -40,7 +40,7 @@ def add_all(sink: PartSink, found: list[Page], seed: int = 0) -> None:
         sink.add(page)
 
 
-def test_columns_of_a_sample_are_proven_each_by_itself(store):
+def test_each_column_of_a_sample_gets_its_receipt(store):
     events = []
     sink = PartSink(store, options(), events.append)
     add_all(sink, [page for i in range(3) for page in column_pages(i, n=100)])
@@ -77,7 +77,7 @@ def test_a_column_without_the_hash_of_its_sample_is_lost(store):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_object_of_its_own_has_all_columns(tmp_path, seed):
+def test_an_object_of_one_sample_has_all_columns(tmp_path, seed):
     store, events = LocalStore(tmp_path), []
     sink = PartSink(store, options(attempt=0, layout="sample"), events.append)
     found = {key: [page for i in range(3) for page in column_pages(i, key)] for key in ("a", "b")}
@@ -93,7 +93,7 @@ def test_an_object_of_its_own_has_all_columns(tmp_path, seed):
 
 
 @pytest.mark.parametrize("lost", range(3))
-def test_with_a_column_all_of_an_object_is_lost_and_told_once(tmp_path, lost):
+def test_an_object_with_a_failed_column_is_lost_and_reported_once(tmp_path, lost):
     store, events = LocalStore(tmp_path), []
     sink = PartSink(store, options(attempt=0, layout="sample"), events.append)
     for i in range(3):

@@ -80,14 +80,14 @@ def test_a_torn_part_is_put_again_and_whole(store):
     check_readable(store, load_manifest(store), "k", 5)
 
 
-def test_a_part_that_stays_torn_is_seen_by_nobody(store):
+def test_a_part_that_stays_torn_gets_no_receipt(store):
     (lost,) = make(TearingStore(store, 100, Strike({"put"})), ["k"])
     assert isinstance(lost, Lost)
     assert load_manifest(store).samples == {}
 
 
 @pytest.mark.parametrize("liar", [LyingStore, lambda s, at: TearingStore(s, 100, at, silent=True)])
-def test_a_store_that_lies_about_a_part_is_found_out_by_verify(store, liar):
+def test_verify_finds_a_part_that_the_store_did_not_keep(store, liar):
     receipts = make(liar(store, Strike({"put"}, prefix="data/", after=1, times=1)), ["a", "b", "c"])
     assert [type(e) for e in receipts] == [Receipt] * 3
     report = verify_run(store)
@@ -285,10 +285,10 @@ def test_who_looks_for_old_segments_keeps_none(store):
     kept = weakref.ref(filling.encoder)
     del filling
     looked = threading.Event()
-    look = sink._seal_what_is_old
-    sink._seal_what_is_old = lambda: (look(), looked.set())
+    look = sink._seal_or_drop_old_segments
+    sink._seal_or_drop_old_segments = lambda: (look(), looked.set())
     assert looked.wait(30)
-    sink._seal_what_is_old = lambda: None  # no further check, which would hide a kept reference
+    sink._seal_or_drop_old_segments = lambda: None  # no further check, which would hide a kept reference
     for page in rest:
         sink.add(page)
     sink.flush()

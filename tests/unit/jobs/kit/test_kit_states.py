@@ -50,7 +50,7 @@ def test_a_token_that_is_repeated_is_far_from_the_models(tmp_path):
         assert greedy_slack(reference, (prompt, repeated)) > 2 * engine_states.GREEDY_SLACK
 
 
-def test_every_way_is_planned_and_has_a_name_of_its_own():
+def test_every_engine_setting_is_planned_with_a_unique_name():
     for gpus in (0, 1, 2, 8):
         planned = cases(gpus)
         assert len({c.name for c in planned}) == len(planned)
