@@ -68,7 +68,7 @@ class CodecSuite:
             codec.name = "other"  # type: ignore[misc]
         assert pickle.loads(pickle.dumps(codec)) == codec  # noqa: S301
 
-    def test_survives_its_dictionary(self, codec: Codec) -> None:
+    def test_a_codec_is_rebuilt_from_its_dictionary(self, codec: Codec) -> None:
         as_json = json.loads(json.dumps(codec.to_dict(), allow_nan=False))
         assert as_json["name"] == codec.name
         assert codec_from_dict(as_json) == codec
@@ -121,7 +121,9 @@ class CodecSuite:
         assert np.array_equal(x, before)
 
     @every_dtype
-    def test_written_into_given_memory_it_is_the_same_and_every_row_is_shown(self, codec: Codec, dtype: str) -> None:
+    def test_encoding_into_given_memory_gives_the_same_bytes_and_reports_every_row(
+        self, codec: Codec, dtype: str
+    ) -> None:
         for x in (_layer(300, 576, dtype), _layer(1, 4, dtype), np.zeros((700, 64), CARRIER[dtype])):
             shown = np.empty((0, x.shape[1]), x.dtype)
 
@@ -153,7 +155,7 @@ class CodecSuite:
         assert not failed
 
     @every_dtype
-    def test_what_does_not_fit_is_refused(self, codec: Codec, dtype: str) -> None:
+    def test_data_of_another_shape_or_length_is_refused(self, codec: Codec, dtype: str) -> None:
         data = encoded(codec, _layer(10, 8, dtype), dtype)
         for shape in ((9, 8), (11, 8), (10, 9), (1, 1), (4000, 500)):
             with pytest.raises(FormatError):

@@ -142,7 +142,7 @@ class StoreSuite:
         store.put_if_absent("b", [])
         assert store.get("b") == b""
 
-    def test_put_if_absent_meets_what_put_made(self, store: Store) -> None:
+    def test_put_if_absent_fails_after_put(self, store: Store) -> None:
         store.put("a", [b"1"])
         with pytest.raises(AlreadyExists):
             store.put_if_absent("a", b"2")
@@ -150,7 +150,7 @@ class StoreSuite:
         store.put_if_absent("a", b"2")
         assert store.get("a") == b"2"
 
-    def test_of_racing_creators_exactly_one_wins(self, store: Store) -> None:
+    def test_exactly_one_of_racing_creators_succeeds(self, store: Store) -> None:
         start = threading.Barrier(self.racers)
 
         def create(i: int) -> int | None:
@@ -273,7 +273,7 @@ class StoreSuite:
 
     # -- listing -------------------------------------------------------------------------------------------------
 
-    def test_list_of_nothing(self, store: Store) -> None:
+    def test_an_empty_store_lists_nothing(self, store: Store) -> None:
         assert list(store.list()) == []
         assert list(store.list("data/")) == []
 

@@ -205,7 +205,7 @@ def test_a_key_used_again_for_other_tokens_is_refused(llm, output):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 6])
-def test_aborted_at_any_moment_is_whole_or_not_there(llm, oracle, output, steps):
+def test_a_request_aborted_at_any_step_is_stored_whole_or_not_at_all(llm, oracle, output, steps):
     """Before the request is scheduled, during prefill (64 tokens per step), at its end, and during decode."""
     from vllm import SamplingParams
 
@@ -235,7 +235,7 @@ def test_aborted_at_any_moment_is_whole_or_not_there(llm, oracle, output, steps)
     oracle.assert_equal(tokens, data["hidden_states"], LAYERS)
 
 
-def test_aborted_after_its_end_while_its_blocks_are_held_changes_nothing(llm, oracle, output):
+def test_an_abort_after_the_end_of_a_request_does_not_affect_its_sample(llm, oracle, output):
     from vllm import SamplingParams
 
     engine, prompt = llm.llm_engine, ids(70)
@@ -317,7 +317,7 @@ def test_a_reset_under_way_recomputes_running_requests_and_keeps_finished_ones(l
         oracle.assert_equal(tokens, data["hidden_states"], LAYERS)
 
 
-def test_a_client_that_sends_what_it_should_not_harms_only_itself(llm, oracle, output):
+def test_wrong_parameters_affect_only_their_own_request(llm, oracle, output):
     """In one batch with others: metadata 600 deep, thousands of names, paths in a run, and another request's key."""
     deep: object = 1
     for _ in range(600):

@@ -185,7 +185,7 @@ def test_both_back_ends_sign_alike(case, clean, server, issuer, tmp_path):
     assert seen == {"fsspec": expected, "obstore": expected}
 
 
-def test_neither_finds_any(clean, server):
+def test_both_back_ends_raise_without_credentials(clean, server):
     for backend in ("fsspec", "obstore"):
         with pytest.raises(Denied, match="Check the credentials"):
             open_store("s3://b/run", {"endpoint_url": server.endpoint_url}, backend=backend, retry_seconds=0).put(

@@ -137,7 +137,7 @@ def test_another_text_of_any_stored_row_is_refused(run, tiny_model_path):
         hsx_dist.extract(changed, model=str(tiny_model_path), output=run.url, **settings())
 
 
-def test_more_rows_go_on_where_the_run_ended_with_their_answers(tiny_model_path, tmp_path):
+def test_a_longer_input_continues_the_run_with_generated_answers(tiny_model_path, tmp_path):
     """A second attempt computes only the missing rows. Generated tokens have states, except the last one. Rows that
     cannot be hashed, shipped or templated are refused by both attempts.
     """
@@ -206,7 +206,7 @@ def test_codec_none_with_one_sample_an_object_is_vllms_own_file(tiny_model_path,
     assert info["meaning"]["layers"] == [0, 1, 2, 3, 4]
 
 
-def test_what_only_the_engine_refuses_costs_that_row_alone_and_is_run_once_corrected(tiny_model_path, tmp_path):
+def test_a_row_that_the_engine_refuses_fails_alone_and_runs_after_correction(tiny_model_path, tmp_path):
     """vLLM derives a shorter limit from this folder than the preflight check does."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model_path, model)

@@ -149,7 +149,7 @@ def test_a_writer_without_a_free_cpu_does_not_block_the_run(cluster):
         assert lost == []
 
 
-def test_what_goes_to_other_nodes_stays_within_its_bound(cluster):
+def test_pages_sent_to_other_nodes_stay_within_their_bound(cluster):
     """Credits count bytes in the writer's node's object store. Until received, pages are in the sender's, too."""
     with writers(writer_cpus=0) as (fleet, store):
         while not fleet.writers.listed:  # ends: the node has room for a writer
@@ -168,7 +168,7 @@ def test_what_goes_to_other_nodes_stays_within_its_bound(cluster):
         assert 0 < max(unanswered) <= abroad
 
 
-def test_a_flush_that_is_to_hurry_leaves_a_store_that_is_down_and_the_next_one_finds_everything(cluster):
+def test_a_hurried_flush_returns_when_the_store_is_down_and_the_next_flush_succeeds(cluster):
     """As when a run is stopped while it waits for its last part."""
     refused: list[str] = []
     up = threading.Event()

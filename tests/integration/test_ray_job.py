@@ -243,7 +243,7 @@ def test_the_ray_dashboard_names_actors_and_tasks(finished, cluster, s3):
     assert {j["metadata"]["run"] for j in jobs if j["type"] == "SUBMISSION"} == {f"{s3.url}/job"}
 
 
-def test_submitting_it_again_finds_every_row_done(job, config, cluster):
+def test_a_second_submission_finds_every_row_done(job, config, cluster):
     assert "attempt 1" in job
     again = submit(config, cluster)
     assert again.returncode == 0, again.stdout[-4000:]
@@ -266,7 +266,7 @@ def test_a_relative_output_in_a_submitted_job_is_refused(config, cluster):
         ("layers=[7]", "layers"),
     ],
 )
-def test_what_cannot_work_is_refused_before_an_engine_starts(config, cluster, override, said):
+def test_wrong_job_settings_are_refused_before_an_engine_starts(config, cluster, override, said):
     done = subprocess.run(
         [sys.executable, "-m", "hsx_dist.cli", "extract", "--config", str(config), "pool=threads", override],
         cwd=ROOT,

@@ -90,7 +90,7 @@ def test_a_completion_and_a_chat_answer_with_a_path(served, oracle, tokenizer):
     oracle.assert_equal(data["token_ids"].tolist(), data["hidden_states"], LAYERS)
 
 
-def test_of_a_batch_and_n_choices_every_path_can_be_computed(served, oracle, tokenizer):
+def test_clients_can_compute_every_path_of_a_batch_and_n_choices(served, oracle, tokenizer):
     prompts = ["The first.", "And the second one."]
     answer = served.client.completions.create(
         model="tiny", prompt=prompts, n=2, max_tokens=3, temperature=1.0, extra_body=params(hidden_states_key="batch")
@@ -103,7 +103,7 @@ def test_of_a_batch_and_n_choices_every_path_can_be_computed(served, oracle, tok
             oracle.assert_equal(data["token_ids"].tolist(), data["hidden_states"], LAYERS)
 
 
-def test_a_stream_and_a_stop_string_answer_no_path_and_store_all_the_same(served, oracle, tokenizer):
+def test_streams_and_stop_strings_return_no_path_but_samples_are_stored(served, oracle, tokenizer):
     prompt = "Streams carry no parameters."
     ask = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0}
     streamed = list(served.client.completions.create(**ask, stream=True, extra_body=params(hidden_states_key="stream")))
@@ -120,7 +120,7 @@ def test_a_stream_and_a_stop_string_answer_no_path_and_store_all_the_same(served
         oracle.assert_equal(data["token_ids"].tolist(), data["hidden_states"], LAYERS)
 
 
-def test_a_client_that_hangs_up_leaves_the_prompt_whole_or_a_marker(served, tokenizer):
+def test_a_disconnected_client_leaves_the_whole_prompt_or_a_marker(served, tokenizer):
     stream = served.client.completions.create(
         model="tiny",
         prompt="Good bye.",
@@ -172,7 +172,7 @@ def test_a_rejected_request_ends_no_engine_and_no_other_request(served, route):
     assert served.client.completions.create(model="tiny", prompt="Hello.", max_tokens=1).kv_transfer_params
 
 
-def test_a_client_that_sends_what_it_should_not_harms_only_itself(served, tokenizer):
+def test_wrong_parameters_affect_only_their_own_request(served, tokenizer):
     deep: Any = 1
     for _ in range(600):
         deep = [deep]

@@ -69,7 +69,7 @@ def test_missing_samples_are_none_and_missing_layers_raise(prepared: tuple[str, 
         HsxBackend.build_kv_transfer_config(argparse.Namespace(hsx_storage_path=None))
 
 
-def test_what_a_server_stored_is_read_and_removed(prepared: tuple[str, Path], tmp_path: Path) -> None:
+def test_samples_of_a_server_are_read_and_removed(prepared: tuple[str, Path], tmp_path: Path) -> None:
     from hsx_dist.cli import main
 
     run, _ = prepared

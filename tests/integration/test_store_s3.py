@@ -167,7 +167,7 @@ def test_unreachable_endpoint(s3: S3Server, url: str) -> None:
             patient.get("a")
 
 
-def test_a_server_that_never_answers_is_given_up(s3: S3Server, url: str) -> None:
+def test_requests_to_a_server_that_never_answers_time_out(s3: S3Server, url: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         changes = {"endpoint_url": endpoint, "config_kwargs": {"read_timeout": 1, "retries": {"total_max_attempts": 1}}}
@@ -175,7 +175,7 @@ def test_a_server_that_never_answers_is_given_up(s3: S3Server, url: str) -> None
             _store(s3, url, 0, **changes).get("a")
 
 
-def test_a_server_that_never_lets_a_put_begin_is_given_up(s3: S3Server, url: str) -> None:
+def test_a_put_that_the_server_never_accepts_times_out(s3: S3Server, url: str) -> None:
     """The client sends `Expect: 100-continue` and waits. None of its read timeouts covers that."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -184,7 +184,7 @@ def test_a_server_that_never_lets_a_put_begin_is_given_up(s3: S3Server, url: str
             store.put("a", [b"1"])
 
 
-def test_throttling_is_waited_out(s3: S3Server, url: str) -> None:
+def test_throttled_requests_are_retried(s3: S3Server, url: str) -> None:
     """A server that answers 503 SlowDown more often than the client alone retries."""
     answers = iter([503] * 7 + [200] * 100)
     with _answering(answers) as endpoint:
@@ -192,7 +192,7 @@ def test_throttling_is_waited_out(s3: S3Server, url: str) -> None:
         store.put("a", [b"1"])
 
 
-def test_expired_credentials_are_looked_up_anew(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+def test_expired_credentials_are_read_again(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     for name, value in {"ACCESS_KEY_ID": "first-key", "SECRET_ACCESS_KEY": "s", "SESSION_TOKEN": "t"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     with _answering(iter([400, 400, 200])) as endpoint:

@@ -17,7 +17,7 @@ from hsx_dist.text import MAX_REASON, ascii_json, bounded, printable, printable_
 HOSTILE = "a\x1b[2J\r\n\x7f\x9b31m\u202e\u2066\u200b\u2028\ufeff\U000e0041\ud800b"
 
 
-def test_nothing_that_moves_a_cursor_or_turns_text_around_is_left():
+def test_cursor_and_bidirectional_characters_are_escaped():
     shown = printable(HOSTILE)
     assert shown.isprintable()
     assert shown == "a\\x1b[2J\\r\\n\\x7f\\x9b31m\\u202e\\u2066\\u200b\\u2028\\ufeff\\U000e0041\\ud800b"
@@ -61,7 +61,7 @@ SHOWN = [p for p in sorted(PACKAGE.rglob("*.py")) if "testing" not in p.parts]
 
 
 @pytest.mark.parametrize("path", SHOWN, ids=lambda p: p.relative_to(PACKAGE).as_posix())
-def test_nothing_is_printed_or_logged_but_through_what_escapes(path):
+def test_all_printed_and_logged_text_is_escaped(path):
     name = path.relative_to(PACKAGE).as_posix()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "rich.console":

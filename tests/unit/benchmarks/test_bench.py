@@ -34,7 +34,7 @@ def cell(sink: str, turn: int, *figures: float, **more) -> dict:
     }  # fmt: skip
 
 
-def test_ratios_are_of_windows_of_one_turn():
+def test_ratios_compare_windows_of_one_round():
     cells = [cell("null-sink", 1, 90, 100, 110), cell("file", 1, 90, 50, 55)]
     cells += [cell("null-sink", 2, 90), cell("seaweedfs", 2, 18), cell("file", 3, 1)]
     found = {r["sink"]: r for r in engine_report.ratios(cells) if r["what"].endswith("÷ null sink, tokens/s")}
@@ -88,7 +88,7 @@ def test_each_window_of_a_toggled_load_has_a_switch_and_a_kind():
         ("thin/5/prefill/pinned", "null-sink", True),
     ],
 )
-def test_for_which_loads_goals_are_meant(load, sink, meant):
+def test_goals_apply_to_their_loads_alone(load, sink, meant):
     assert engine_report.is_meant(engine_loads.LOADS[load], sink, "none") is meant
 
 
@@ -111,7 +111,7 @@ def test_memory_and_cpu_time_are_measured_within_the_windows():
     assert watch.within([{"start": 0, "full": 58, "answered": 59, "durable": 59}])["memory_growth"] == 100
 
 
-def test_a_process_that_ended_does_not_end_the_watch():
+def test_an_ended_process_does_not_stop_the_measurement():
     watch = processes.Watch(os.getpid(), None)
     zombie = subprocess.Popen(["true"])
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and its status is not yet collected
@@ -123,7 +123,7 @@ def test_a_process_that_ended_does_not_end_the_watch():
     assert watch.within([{"start": start, "full": start, "answered": now, "durable": now}])["memory_peak"] > 1 << 20
 
 
-def test_since_when_the_cache_is_full():
+def test_the_time_at_which_the_cache_is_full_is_found():
     held = [(1.0, 0), (2.0, 50), (3.0, 95), (4.0, 99), (5.0, 98)]
     assert engine_cell.full_since(held, 0.5) == 3.0
     assert engine_cell.full_since([(1.0, 0)], 0.5) == 0.5
@@ -146,7 +146,7 @@ def test_figures_of_several_windows():
         engine_cell.together(spec, [one, two | {"waits": []}])
 
 
-def test_what_the_table_of_an_engine_says():
+def test_the_table_of_an_engine_lists_its_figures():
     about = {"cpu": "c", "cores": 2, "load_average": 0, "system": "s", "python": "3", "versions": {}, "commit": "abc"}
     cells = [cell("null", 1, 1000.0, 1100.0), cell("null-sink", 1, 900.0, 1100.0)]
     cells.append(cell("slow", 1, 200.0, 200.0, rate_share=0.98, growth_share=0.01))
@@ -180,7 +180,7 @@ def test_goals(goal, measured, windows, said):
         verdict("> 1", 2.0)
 
 
-def test_engines_that_memory_does_not_hold_are_not_started(monkeypatch):
+def test_engines_that_exceed_the_memory_are_not_started(monkeypatch):
     engine.enough_memory(0)
     monkeypatch.setattr(engine, "ENGINE_BYTES", 1 << 50)
     with pytest.raises(SystemExit, match="GiB of free memory for 2 engines at once, got"):
@@ -288,7 +288,7 @@ def test_the_loads_and_sinks_that_a_choice_names_exist():
         ),
     ],
 )
-def test_the_engines_benchmark_refuses_what_it_would_not_do(argv, said, monkeypatch, capsys):
+def test_the_engines_benchmark_refuses_options_that_it_would_ignore(argv, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["engine", *argv])
     with pytest.raises(SystemExit):
         engine.main()

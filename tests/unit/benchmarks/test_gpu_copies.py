@@ -57,12 +57,12 @@ def test_both_ways_copy_the_same(order: str, ring_bytes: int, monkeypatch: pytes
     assert len(kept.pages["0"]) > 2
 
 
-def test_the_pages_are_the_connectors():
+def test_the_benchmark_copies_the_connectors_pages():
     settings = ConnectorConfig(output="anywhere")
     assert (settings.page_bytes, settings.segment_bytes) == (ways.PAGE_BYTES, ways.SEGMENT_BYTES)
 
 
-def test_it_needs_torch_and_numpy_alone():
+def test_the_benchmark_imports_only_torch_and_numpy():
     """A machine with a GPU may have neither vLLM nor any other dependency of this project."""
     code = """
 import sys
@@ -99,7 +99,7 @@ def test_measuring():
     assert "product_slowed" not in found
 
 
-def test_without_a_gpu_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_gpu_no_figure_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["copies", "--results", str(tmp_path)])
     copies.main()

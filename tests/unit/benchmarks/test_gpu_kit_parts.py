@@ -45,7 +45,7 @@ JUNIT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_each_test_reads_as_what_it_was(tmp_path):
+def test_each_test_is_reported_with_its_outcome(tmp_path):
     (tmp_path / "tests.xml").write_text(JUNIT)
     found = {o.name: (o.state, o.message.partition("\n")[0]) for o in kit.of_junit("g", tmp_path / "tests.xml")}
     assert found == {
@@ -70,7 +70,7 @@ def test_without_a_gpu_each_of_its_tests_is_not_run():
         ("<a/>", "passed", ["passed"]),
     ],
 )
-def test_a_run_of_tests_that_broke_is_no_pass(monkeypatch, xml, whole, states):
+def test_an_interrupted_run_of_tests_is_not_a_pass(monkeypatch, xml, whole, states):
     def run(check: Check) -> Outcome:
         (path,) = (a.split("--junitxml=")[1].split("'")[0] for a in check.argv if "--junitxml=" in a)
         if xml:

@@ -114,7 +114,7 @@ def test_quick_flags_over_a_file_and_overrides_over_both(asked: list[ExtractConf
     assert config.engine_kwargs == {"dtype": "float32"}
 
 
-def test_json_is_alone_on_standard_output(asked: list[ExtractConfig], capsys: pytest.CaptureFixture[str]) -> None:
+def test_standard_output_has_only_the_json(asked: list[ExtractConfig], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("extract", "--model", "m", "--output", "o", "--input", "i", "--json") == 1
     out, err = capsys.readouterr()
     facts: dict[str, Any] = json.loads(out)
@@ -144,12 +144,12 @@ def test_the_script_parses_no_arguments() -> None:
     assert "argparse" not in script.read_text()
 
 
-def test_what_the_exit_status_says() -> None:
+def test_the_exit_status_depends_on_the_outcome() -> None:
     assert [exit_status(e("x")) for e in (ConfigError, NotFound, RunError)] == [2, 2, 2]
     assert [exit_status(e("x")) for e in (IntegrityError, EngineError, Fenced, Unavailable)] == [1, 1, 1, 1]
 
 
-def test_an_unexpected_error_is_no_bare_traceback(
+def test_the_last_line_of_an_unexpected_error_names_its_type(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*args: object, **direct: object) -> None:

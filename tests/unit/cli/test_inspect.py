@@ -146,7 +146,7 @@ def test_show_of_a_missing_or_refused_sample_prints_the_reason(run: str, capsys:
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
-def test_no_run_there(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_fail_without_a_run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert hsx(command, str(tmp_path / "nothing")) == 2
     out, err = capsys.readouterr()
     assert out == ""

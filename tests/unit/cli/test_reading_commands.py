@@ -173,7 +173,7 @@ def test_export_from_the_shell(store: Store, tmp_path: Path, capsys: pytest.Capt
     assert hsx("export", store.url, str(tmp_path / "x"), "--to", "vllm", "--shard", "a") == 2
 
 
-def test_gc_removes_what_no_receipt_names_and_nothing_else(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_removes_only_parts_without_a_receipt(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     run = own(store)
     before = names(run)
     garbage = ["data/part-0001-dead-11111111-000001.safetensors", "data/part-0002-later-000001.safetensors"]
@@ -301,7 +301,7 @@ def test_rm_of_a_run_of_version_1_leaves_other_files_in_its_folders(tmp_path: Pa
     assert not unfinished.exists()
 
 
-def test_rm_goes_on_where_it_was_interrupted(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_rm_can_be_repeated(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     class Killed(Exception):
         pass
 
@@ -320,7 +320,7 @@ def test_rm_goes_on_where_it_was_interrupted(store: Store, capsys: pytest.Captur
     store_run(store, SAMPLES)
 
 
-def test_rm_removes_what_version_1_left_without_a_description(tmp_path: Path) -> None:
+def test_rm_removes_a_version_1_run_without_a_description(tmp_path: Path) -> None:
     root = open_store(str(tmp_path / "old"))
     for name in ("manifest/0001/w/000001.json", "data/part-0001-w-000001.safetensors", "data/mine.txt"):
         root.put(name, [b"x"])
@@ -331,7 +331,9 @@ def test_rm_removes_what_version_1_left_without_a_description(tmp_path: Path) ->
     store_run(root, SAMPLES)
 
 
-def test_verify_takes_samples_and_goes_on(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_checks_a_sample_of_parts_and_resumes(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     notes = str(tmp_path / "sound.jsonl")
 
     def verify(*args: str, status: int = 0) -> Any:
@@ -353,7 +355,7 @@ def test_verify_takes_samples_and_goes_on(store: Store, tmp_path: Path, capsys: 
     assert hsx("verify", store.url, "--sample", "0") == 2
 
 
-def test_gc_removes_what_a_removed_run_wrote_later(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_removes_late_writes_of_a_removed_run(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     late = open_place(store)
     assert hsx("rm", store.url, "--yes") == 0
     store_run(store, SAMPLES[:2])
@@ -376,7 +378,7 @@ def test_rm_removes_no_run_in_a_folder_of_the_place(tmp_path: Path) -> None:
     assert names(root) == before | {"run.json"}
 
 
-def test_a_reader_next_to_a_removal_does_not_take_half_of_a_run_for_the_run(store: Store) -> None:
+def test_a_reader_during_a_removal_does_not_read_half_of_a_run(store: Store) -> None:
     run = open_run(store.url)
     place = open_place(store)
 
@@ -394,7 +396,7 @@ def test_a_reader_next_to_a_removal_does_not_take_half_of_a_run_for_the_run(stor
     assert len(run) == 6
 
 
-def test_verify_that_goes_on_looks_for_parts_that_were_lost_since(store: Store, tmp_path: Path) -> None:
+def test_a_resumed_verify_finds_parts_that_were_lost_in_between(store: Store, tmp_path: Path) -> None:
     notes = str(tmp_path / "sound.jsonl")
     assert hsx("verify", store.url, "--resume", notes) == 0
     run = own(store)

@@ -164,7 +164,7 @@ def test_pods_have_known_fields_and_run_as_an_unprivileged_user(job):
     assert len({g["template"]["spec"]["containers"][0]["image"] for g in groups(job)}) == 1
 
 
-def test_the_driver_is_off_the_head_where_its_resources_are(job):
+def test_the_driver_runs_outside_the_head_node(job):
     wanted = json.loads(job["entrypointResources"])
     head, *workers = groups(job)
     assert head["rayStartParams"]["num-cpus"] == "0"

@@ -50,7 +50,7 @@ def test_file_then_direct_then_overrides(tmp_path: Path) -> None:
     assert config.input.id is None
 
 
-def test_an_override_makes_the_mappings_on_its_way() -> None:
+def test_an_override_creates_missing_parent_mappings() -> None:
     config = load_config(None, ["store.storage_options.client_kwargs.endpoint_url=http://h:1"], **LEAST)
     assert config.store.storage_options == {"client_kwargs": {"endpoint_url": "http://h:1"}}
 
@@ -60,7 +60,7 @@ def test_byte_sizes(value: str) -> None:
     assert load_config(None, [f"segment_bytes={value}"], **LEAST).segment_bytes == 64 << 20
 
 
-def test_unknown_names_get_the_nearest_right_one() -> None:
+def test_errors_of_unknown_names_suggest_the_nearest_name() -> None:
     message = refusal("part_byte=1", "writers.per_nod=1", "input.pth=x", "zzz=1")
     lines = message.splitlines()
     assert len(lines) == 4
@@ -153,7 +153,7 @@ def test_keyword_arguments_for_other_libraries_are_not_changed() -> None:
         ("? {a: b}\n: c\n", "expected YAML"),
     ],
 )
-def test_a_file_that_is_none(tmp_path: Path, text: str | None, words: str) -> None:
+def test_missing_and_malformed_files_are_refused(tmp_path: Path, text: str | None, words: str) -> None:
     path = tmp_path / "c.yaml"
     if text is not None:
         path.write_text(text)
@@ -178,7 +178,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("value", "words"), [("${env:HSX_TEST_UNSET}", "HSX_TEST_UNSET"), ("s3://${env:HOME", "closing brace")]
 )
-def test_environment_that_is_not_there(value: str, words: str) -> None:
+def test_missing_environment_variables_are_refused(value: str, words: str) -> None:
     assert words in refusal(output=value)
     assert "output: " in refusal(output=value)
 

@@ -15,7 +15,7 @@ def make(**direct: Any) -> Any:
     return load_config(None, **{"output": "runs/x", "model": "org/name", **direct})
 
 
-def test_it_travels() -> None:
+def test_configurations_can_be_pickled() -> None:
     config = make(store={"storage_options": {"key": "k"}})
     assert pickle.loads(pickle.dumps(config)) == config
 
@@ -33,7 +33,7 @@ def test_it_travels() -> None:
         {"input": {"sample": 0.5, "num_shards": 2, "shard_index": 1, "format": "jsonl"}},
     ],
 )
-def test_meaning_ignores_how(direct: dict[str, Any]) -> None:
+def test_the_runs_meaning_ignores_execution_settings(direct: dict[str, Any]) -> None:
     assert make(**direct).meaning() == make().meaning()
 
 
@@ -55,7 +55,7 @@ def test_meaning_ignores_how(direct: dict[str, Any]) -> None:
         {"select": "last"},
     ],
 )
-def test_meaning_knows_what(direct: dict[str, Any]) -> None:
+def test_the_runs_meaning_contains_the_stored_values(direct: dict[str, Any]) -> None:
     meaning = make(**direct).meaning()
     assert meaning != make().meaning()
     json.dumps(meaning)

@@ -120,7 +120,7 @@ def test_names_of_secrets(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["keyboard", "token_ids", "max_tokens", "tokenizer", "monkey", "region", "token_type_ids"]
 )
-def test_names_of_others(name: str) -> None:
+def test_names_of_other_settings_are_not_secret(name: str) -> None:
     assert not looks_secret(name)
 
 
@@ -177,14 +177,14 @@ def test_public_settings_hide_secrets_and_keep_names_and_endpoints(config: Extra
         {"store": {"secret": SECRET}},
     ],
 )
-def test_no_error_message_shows_one(direct: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_error_message_shows_a_credential(direct: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HSX_TEST_SECRET", SECRET)
     with pytest.raises(ConfigError) as e:
         load_config(None, **{"output": "o", "model": "m", **direct})
     assert SECRET not in str(e.value)
 
 
-def test_pydantic_shows_none_either() -> None:
+def test_errors_of_pydantic_show_no_credential() -> None:
     with pytest.raises(ValueError, match="retry_seconds") as e:
         ExtractConfig(output="o", model="m", store={"storage_options": {"key": SECRET}, "retry_seconds": SECRET})  # type: ignore[arg-type]
     assert SECRET not in str(e.value)
@@ -298,7 +298,7 @@ HIDING = [
 
 
 @pytest.mark.parametrize("url", HIDING)
-def test_nothing_that_a_library_drops_hides_a_credential(url: str) -> None:
+def test_characters_that_libraries_drop_do_not_hide_a_credential(url: str) -> None:
     assert has_credentials(url)
     parts = (SECRET, SECRET[:3] + " ", SECRET[3:] + "@")
     assert not any(part in public_url(url) for part in parts)

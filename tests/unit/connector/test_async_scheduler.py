@@ -302,7 +302,7 @@ def test_preempted_and_resumed(drive, order):
 
 @pytest.mark.parametrize("acceptance", [None, 0.4])
 @pytest.mark.parametrize("abort_after", range(1, 24, 2))
-def test_aborted_in_any_step_is_whole_or_nothing(drive, abort_after, acceptance):
+def test_a_request_aborted_in_any_step_is_stored_whole_or_not_at_all(drive, abort_after, acceptance):
     prompts = [list(range(300 * i, 300 * i + n)) for i, n in enumerate((130, 40))]  # no common prefix
     rows, _ = drive(prompts, order="v2", blocks=64, depth=2, abort_after=abort_after, acceptance=acceptance)
     check(rows, "k1", prompts[1])

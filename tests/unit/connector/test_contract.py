@@ -51,14 +51,14 @@ def test_a_literal_credential_is_refused_and_one_of_the_environment_is_not_shown
 
 @pytest.mark.parametrize("name", ["ttl_seconds", "drain_seconds"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e12])
-def test_a_time_that_no_clock_shows_is_refused(name, value) -> None:
+def test_an_impossible_time_is_refused(name, value) -> None:
     """If accepted, the value made each request's end fail, or the engine's."""
     with pytest.raises(ConfigError, match=name):
         read_connector_config({"shared_storage_path": "x", "hsx": {name: value}})
 
 
 @pytest.mark.parametrize("table", ["abc", 5, [1], {"via": [1]}])
-def test_a_table_that_is_none_is_refused(table) -> None:
+def test_settings_that_are_not_a_table_are_refused(table) -> None:
     with pytest.raises(ConfigError, match="expected"):
         read_connector_config({"shared_storage_path": "x", "hsx": table})
 

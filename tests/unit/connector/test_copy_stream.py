@@ -36,7 +36,7 @@ def test_copies_run_one_after_another_and_starting_one_waits_for_none():
     assert ran == [1, 2, 3]
 
 
-def test_an_error_of_a_copy_reaches_its_own_event_alone():
+def test_an_error_of_a_copy_is_raised_by_its_event_alone():
     stream = HostCopyStream()
     before, failed, later = stream.start([lambda: None, lambda: 1 / 0, lambda: None])
     with pytest.raises(ZeroDivisionError):
@@ -76,7 +76,7 @@ def test_on_a_stream_an_error_while_a_copy_is_queued_reaches_its_own_event_after
     assert waited == ["wait for 0", "wait for 1"]  # the error is raised after the queued part has ended
 
 
-def test_a_device_that_is_lost_surfaces(cuda):
+def test_a_lost_device_raises(cuda):
     stream = DeviceCopyStream(Cuda(DEVICE))
     cuda.lost = True
     with pytest.raises(RuntimeError, match="illegal memory access"):

@@ -81,7 +81,7 @@ def until(condition) -> None:
 
 
 @pytest.mark.parametrize("conflict", [False, True])
-def test_the_latest_wins_but_for_a_conflict(store, hanging, locks, conflict):
+def test_a_later_success_replaces_a_failure_but_not_a_conflict(store, hanging, locks, conflict):
     markers, slow = hanging
     (markers.conflict if conflict else markers.fail)("a", "a.safetensors", "second", holder="1")
     markers.stored("a", "a.safetensors", holder="2")
@@ -101,7 +101,7 @@ def test_the_latest_wins_but_for_a_conflict(store, hanging, locks, conflict):
         assert store.objects == {}
 
 
-def test_any_number_of_requests_of_a_name_waits_as_one(store, hanging, locks):
+def test_markers_of_one_name_wait_as_one_entry(store, hanging, locks):
     markers, slow = hanging
     sizes = set()
     for i in range(500):
@@ -121,7 +121,7 @@ def test_any_number_of_requests_of_a_name_waits_as_one(store, hanging, locks):
 
 
 @pytest.mark.parametrize("order", permutations(["same", "1", "2"]))
-def test_of_several_failed_requests_one_is_another_ones(store, hanging, order):
+def test_a_failed_request_of_another_sample_among_several_is_a_conflict(store, hanging, order):
     """The hashes of any two requests are enough."""
     markers, slow = hanging
     put_of(store, "a", request="same")
@@ -162,7 +162,7 @@ def test_a_conflict_marker_of_an_earlier_version_stays(store):
     assert store.objects == {"a.error.json": b'{"key": "a", "error": "twice", "conflict": true}'}
 
 
-def test_what_bounds_stored_samples_is_given_back_when_their_marker_is_gone(store):
+def test_quota_of_stored_samples_is_released_when_their_marker_is_removed(store):
     hanging = HangingStore(store, Strike({"get"}, times=1))
     markers = Markers(hanging)
     given: list[int] = []
@@ -190,7 +190,7 @@ def test_requests_that_fail_delay_no_stored_sample(store):
     settle(markers)
 
 
-def test_more_than_can_wait_is_dropped_and_its_lock_opened(store, locks, monkeypatch, caplog):
+def test_markers_beyond_the_limit_are_dropped_and_their_locks_released(store, locks, monkeypatch, caplog):
     monkeypatch.setattr(module, "_MOST_BYTES", 16_000)
     slow = HangingStore(store, Strike(PUTS))
     markers = Markers(slow, locks=locks)
@@ -250,7 +250,7 @@ def test_the_removal_of_a_paths_marker_is_tried_again(store, locks, monkeypatch,
     markers.close()
 
 
-def test_new_paths_that_no_store_takes_push_out_no_key(store, locks, monkeypatch):
+def test_paths_that_the_store_refuses_do_not_displace_keys(store, locks, monkeypatch):
     """The store refuses each path once."""
     monkeypatch.setattr(module, "_MOST_KEPT", 3)
     monkeypatch.setattr(module, "_AGAIN_S", 3600)
@@ -276,7 +276,7 @@ def test_a_lock_stays_until_the_store_takes_the_marker(store, locks, caplog, mon
     assert markers.close() == []
 
 
-def test_a_store_that_refuses_markers_keeps_few_locks_and_stops_no_end(store, locks, caplog, monkeypatch):
+def test_a_store_that_refuses_markers_holds_few_locks_and_does_not_block_the_end(store, locks, caplog, monkeypatch):
     monkeypatch.setattr(module, "_MOST_KEPT", 1)
     monkeypatch.setattr(module, "_AGAIN_S", 3600)
     markers = Markers(FailingStore(store, Denied("not allowed"), Strike(PUTS)), locks=locks)
@@ -305,7 +305,7 @@ def test_remembered_names_have_at_most_128_characters(store):
     settle(markers)
 
 
-def test_names_that_no_store_takes_cost_no_other_name_its_lock(store, locks, monkeypatch):
+def test_names_that_the_store_refuses_do_not_release_locks_of_other_names(store, locks, monkeypatch):
     """For example a path below an object. A marker that was refused once is stored on its second try."""
     monkeypatch.setattr(module, "_MOST_KEPT", 3)
     monkeypatch.setattr(module, "_AGAIN_S", 0.01)

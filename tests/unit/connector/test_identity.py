@@ -103,7 +103,7 @@ def a_cleared_marker(tmp_path):
 
 
 @pytest.mark.parametrize("how", [a_killed_engine, a_full_store, a_cleared_marker])
-def test_no_order_gives_another_requests_sample(tmp_path, how):
+def test_readers_get_no_other_requests_sample_in_any_order_of_events(tmp_path, how):
     if how is not a_cleared_marker:
         store_a(tmp_path)
     how(tmp_path)

@@ -30,7 +30,7 @@ def is_held(path) -> bool:
     return False
 
 
-def test_held_until_the_last_holder_is_done(tmp_path):
+def test_a_lock_is_held_until_its_last_holder_releases_it(tmp_path):
     locks = ObjectLocks(tmp_path)
     locks.hold("sub/a.safetensors", "r1")
     locks.hold("sub/a.safetensors", "r2")  # a second request of the same name must not wait for the first
@@ -106,7 +106,7 @@ def test_requested_locks_are_taken_on_a_thread_and_can_be_released_before(tmp_pa
     assert [p.name for p in tmp_path.iterdir()] == ["a.lock"]
 
 
-def test_a_file_system_that_hangs_does_not_keep_a_process_from_ending(tmp_path, monkeypatch):
+def test_a_hanging_file_system_does_not_block_the_end_of_a_process(tmp_path, monkeypatch):
     go = threading.Event()
 
     def hanging(*_, **__):
@@ -226,7 +226,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "link to a folder", "fifo"])
-def test_what_another_user_planted_is_no_lock_file(tmp_path, caplog, kind):
+def test_a_file_of_another_user_is_not_used_as_a_lock_file(tmp_path, caplog, kind):
     victim, folder = tmp_path / "victim", tmp_path / "output"
     victim.mkdir()
     folder.mkdir()
@@ -251,7 +251,7 @@ def test_what_another_user_planted_is_no_lock_file(tmp_path, caplog, kind):
     assert [p.name for p in victim.iterdir()] == ["precious.lock"]
 
 
-def test_a_lock_file_that_is_removed_while_it_is_taken_is_made_again(tmp_path, monkeypatch):
+def test_a_lock_file_that_is_removed_during_locking_is_created_again(tmp_path, monkeypatch):
     """``hsx gc`` removes the lock file next to an expired object."""
     path = tmp_path / "a.lock"
     opened = os.open

@@ -80,7 +80,7 @@ def test_a_key_used_again_for_other_tokens_is_a_conflict_and_replaces_nothing(tm
     )
 
 
-def test_the_same_sample_again_is_fine_and_clears_an_old_marker(tmp_path):
+def test_storing_the_same_sample_again_succeeds_and_removes_an_old_marker(tmp_path):
     (tmp_path / "a.error.json").write_text(json.dumps({"key": "a", "error": "before"}))
     for _ in range(2):
         outlet = outlet_on(tmp_path)
@@ -99,7 +99,7 @@ def test_a_path_that_the_client_chose_is_replaced(tmp_path):
     assert (tmp_path / "sub/x.bin.lock").exists()
 
 
-def test_a_store_that_refuses_costs_its_samples_and_nothing_else(tmp_path, caplog):
+def test_a_store_that_refuses_fails_its_samples_alone(tmp_path, caplog):
     """After a terminal failure the ring and the locks are freed, the keys are marked, and later requests are stored."""
     stored = MemoryStore()
     outlet = outlet_on(tmp_path, store=FailingStore(stored, Denied("not allowed"), Strike(PUTS, times=3)))
@@ -139,7 +139,7 @@ def test_states_that_cannot_be_right_are_flagged_or_refused(tmp_path, policy):
         assert data["meta"]["bad"] == [{"start": 0, "stop": 5, "nonfinite_rows": {"1": 1}, "zero_layers": [2]}]
 
 
-def test_the_end_is_not_waited_for_longer_than_asked(tmp_path):
+def test_closing_waits_no_longer_than_its_time_limit(tmp_path):
     hanging = HangingStore(MemoryStore(), Strike(PUTS))
     outlet = outlet_on(tmp_path, store=hanging)
     submit(outlet, "a", some())
@@ -231,7 +231,7 @@ def test_ordinary_requests_ask_the_store_nothing_before_their_sample_is_stored(t
     assert counting.calls == {"get": 1}
 
 
-def test_markers_count_as_pending_and_the_end_does_not_wait_for_them_longer_than_asked(tmp_path, caplog):
+def test_markers_count_as_pending_and_closing_waits_no_longer_than_its_time_limit(tmp_path, caplog):
     hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS))
     outlet = outlet_on(tmp_path, markers=hanging)
     for i in range(20):
@@ -246,7 +246,7 @@ def test_markers_count_as_pending_and_the_end_does_not_wait_for_them_longer_than
     hanging.release()
 
 
-def test_any_number_of_failed_requests_of_a_key_costs_others_nothing(tmp_path, caplog):
+def test_failed_requests_of_one_key_do_not_affect_other_keys(tmp_path, caplog):
     caplog.set_level("ERROR", "hsx_dist")  # log lines would count as memory
     hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, prefix="a."))
     outlet = outlet_on(tmp_path, markers=hanging)
@@ -278,7 +278,7 @@ def test_any_number_of_failed_requests_of_a_key_costs_others_nothing(tmp_path, c
     outlet.close()
 
 
-def test_a_name_that_its_file_system_does_not_take_stops_no_step(tmp_path):
+def test_a_name_that_the_file_system_refuses_does_not_block_a_step(tmp_path):
     outlet = outlet_on(tmp_path)
     for name in ("x" * 300, "a\ud800", "a\x00b"):
         outlet.expect(Expect(name, name, 0, True))

@@ -120,7 +120,7 @@ def test_the_scheduler_sends_columns_and_answers_with_shapes_and_dtypes():
     assert "shape" not in told
 
 
-def test_ids_have_no_mean():
+def test_the_mean_of_id_points_is_refused():
     scheduler = half(points=CAPTURED)
     asked = {"hidden_states_points": {"q": "all", "topk_ids": "all"}, "hidden_states_tokens": "mean"}
     _, answer = scheduler.request_finished(request(20, 20, **asked), [5, 9])
@@ -282,7 +282,7 @@ def test_the_workers_send_their_captured_points_to_the_scheduler():
     assert meta(ours._scheduler).saves[0].columns == (Column("q", None, 0, 2), Column("q", None, 1, 2))
 
 
-def test_what_another_connector_says_is_refused():
+def test_metadata_of_another_connector_is_refused():
     with pytest.raises(ConfigError, match=r"got str\. .*Put HiddenStatesConnector first"):
         scheduling().set_xfer_handshake_metadata({0: "theirs"})
     extraction = scheduling()
@@ -329,7 +329,7 @@ def test_taps_are_checked_before_the_first_copies_and_then_by_the_clock():
     assert len(checks) == 3
 
 
-def test_taps_that_are_all_dead_are_seen():
+def test_taps_that_never_run_are_detected():
     """A cached graph from an engine without taps runs no tap. The taps' counts are equal, and their blocks hold the
     rows of earlier requests.
     """

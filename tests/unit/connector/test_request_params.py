@@ -64,7 +64,7 @@ def test_a_key_and_a_path_together_are_both_refused(path):
     assert set(off.refused) == {"hidden_states_path"}
 
 
-def test_nothing_asked_is_everything_under_the_requests_own_id():
+def test_a_request_without_parameters_stores_everything_under_its_id():
     options = read({})
     assert (options.key, options.layer_ids, options.tokens, options.save) == (options.id, CAPTURED, ALL, True)
     assert not options.chosen
@@ -129,7 +129,7 @@ def test_selections(value, total, positions):
         ("hidden_states_key", "a\ud800"),
     ],
 )
-def test_a_wrong_value_is_refused_alone(name, value):
+def test_a_wrong_value_does_not_affect_other_parameters(name, value):
     options = read({name: value, "do_remote_prefill": True})
     assert set(options.refused) == {name}
     assert "expected" in options.refused[name]
@@ -217,7 +217,7 @@ def test_paths_under_the_prefix_absolute_or_not():
         ("r17-1a2b3c4d", (0, 0)),
     ],
 )
-def test_which_result_of_its_clients_request_an_engines_request_is(request_id, expected):
+def test_the_result_number_is_parsed_from_the_engines_request_id(request_id, expected):
     assert place(request_id) == expected
 
 
@@ -286,7 +286,7 @@ def test_a_request_keeps_no_run_from_starting_in_a_folder_below(tmp_path):
     start_run(open_store(str(tmp_path / "nightly")), {})
 
 
-def test_the_reserved_names_are_all_that_runs_have():
+def test_reserved_names_cover_all_names_of_runs():
     for name in (RUN, CHECK, CONSUMED, attempt_name(1), receipt_name(1, "w", 1), part_name(1, "w", 1)):
         assert name.partition("/")[0] in RUN_NAMES
 
@@ -391,7 +391,7 @@ def test_a_path_that_a_key_has_is_that_key():
         assert not by_path.refused
 
 
-def test_metadata_has_a_depth_and_travels_as_text():
+def test_metadata_has_a_maximum_depth_and_is_sent_as_text():
     inner: Any = 1
     for _ in range(MAX_METADATA_DEPTH - 1):
         inner = [inner]
@@ -461,7 +461,7 @@ def test_the_cost_of_a_parameter_does_not_grow_with_its_size(make):
     assert len(json.dumps(dict(options.refused))) < 1000
 
 
-def test_unknown_names_cost_and_are_answered_up_to_a_limit():
+def test_unknown_names_are_counted_and_reported_up_to_a_limit():
     params: dict[str, Any] = {f"hidden_states_{'x' * 200}{i}": i for i in range(300_000)}
     params["hidden_states_key"] = "k"
     before = time.thread_time()

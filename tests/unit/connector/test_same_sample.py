@@ -127,7 +127,7 @@ def test_another_sample_is_a_conflict_and_the_same_one_is_stored(store, tmp_path
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_within_one_server_it_is_the_same(store, tmp_path, other):
+def test_conflicts_are_found_within_one_server(store, tmp_path, other):
     """The scheduler knows it before the request's first token."""
     first, change = OTHERS[other]
     server = SmallServer(tmp_path, store)
@@ -237,7 +237,7 @@ def test_an_object_without_identity_counts_where_it_holds_all_tokens(store, tmp_
 
 
 @pytest.mark.parametrize("content", [b"", b"no part", b"\xff" * 100])
-def test_what_cannot_be_read_is_another_sample(store, tmp_path, content):
+def test_an_unreadable_object_counts_as_another_sample(store, tmp_path, content):
     store.put(NAME, [content])
     server = SmallServer(tmp_path, store)
     server.ask(PROMPT, key="k")
@@ -538,7 +538,7 @@ def test_a_failed_request_of_another_sample_is_a_conflict_where_there_is_an_obje
     server.close()
 
 
-def test_a_failed_request_without_an_object_stands_for_nothing(store, tmp_path):
+def test_a_failed_request_without_an_object_makes_no_conflict(store, tmp_path):
     server = SmallServer(tmp_path, store)
     server.ask([9] * 6, key="k", computed=0)
     with pytest.raises(SampleFailed, match="expected 6 computed tokens, got 0"):
@@ -626,7 +626,7 @@ def act(store, how, *args, **kwargs) -> Between:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_no_order_of_object_marker_and_clear_hides_a_sample_or_gives_another(same):
+def test_any_order_of_object_marker_and_clear_gives_readers_the_right_sample(same):
     """One server stores and clears, another one fails, at every pair of moments between the second one's calls."""
     identity = {"request": "1" * 32, "tokens": "2" * 32}
     request = identity["request"] if same else "3" * 32
@@ -656,7 +656,7 @@ def test_no_order_of_object_marker_and_clear_hides_a_sample_or_gives_another(sam
 
 
 @pytest.mark.parametrize(("how", "args"), [("fail", ("aborted",)), ("stored", ())])
-def test_no_order_of_marker_and_clear_loses_a_conflict(how, args):
+def test_a_conflict_survives_any_order_of_marker_and_clear(how, args):
     for conflict_at in range(12):
         store = MemoryStore()
         put_old(store, {}, PROMPT)

@@ -90,7 +90,7 @@ def test_a_whole_prompt_is_saved_under_the_key_that_was_asked_for():
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_STOPPED])
-def test_coverage_decides_and_not_status(status):
+def test_computed_tokens_decide_completeness_and_not_the_status(status):
     scheduler = half()
     r = request(20, 20)
     r.status = status
@@ -221,7 +221,7 @@ def test_settings_that_could_deadlock_are_refused():
         read_connector_config({"hsx": {"output": "x", "nonsense": 1}})
 
 
-def test_what_a_request_asks_for_is_all_that_is_saved():
+def test_only_the_requested_layers_and_tokens_are_saved():
     scheduler = half()
     r = request(20, 20, hidden_states_layers=[15], hidden_states_tokens=[-5, None, 2])
     held, answer = scheduler.request_finished(r, [3, 4])
@@ -301,7 +301,7 @@ def test_an_aborted_request_with_outputs_stores_what_it_covers_labelled_or_nothi
         assert "aborted_outputs" in meta(scheduler).skipped[0].reason
 
 
-def test_aborted_when_the_prompt_was_just_computed():
+def test_a_request_aborted_after_its_prompt_is_saved():
     scheduler = half()
     r = request(20, 20, generated=0, include_output_tokens=True)
     r.status = RequestStatus.FINISHED_ABORTED
@@ -379,7 +379,7 @@ def test_a_used_key_with_other_generated_tokens_is_a_conflict_at_the_end():
     assert [s.conflict for s in meta(scheduler).skipped] == [True]
 
 
-def test_a_key_of_which_nothing_was_computed_stands_for_nothing():
+def test_a_key_without_computed_tokens_can_be_used_again():
     scheduler = half()
     assert not scheduler.request_finished(request(9, 0, generated=0, hidden_states_key="k"), [])[0]
     assert scheduler.request_finished(request(5, 5, hidden_states_key="k", request_id="b-1"), [1])[0]
@@ -401,7 +401,7 @@ def nested(depth: int) -> list:
     ],
     ids=range(11),
 )
-def test_nothing_that_a_client_sends_raises(params):
+def test_no_client_parameter_raises(params):
     scheduler = half(allow_custom_save_path=True)
     r = request(4, 4)
     r.kv_transfer_params = params
@@ -412,7 +412,7 @@ def test_nothing_that_a_client_sends_raises(params):
     json.dumps(answer, ensure_ascii=False).encode()
 
 
-def test_names_that_clients_make_up_are_warned_of_once(caplog):
+def test_unknown_parameter_names_are_logged_once(caplog):
     scheduler = half()
     with caplog.at_level(logging.WARNING):
         for i in range(50):
@@ -510,7 +510,7 @@ def test_metadata_of_any_depth_travels_as_text_and_harms_no_other_request_of_its
 
 
 @pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params", "a_processors_argument"])
-def test_what_vllm_pickles_of_a_request_for_its_workers_is_never_deep(name):
+def test_requests_pickled_for_the_workers_have_a_limited_depth(name):
     """Parameters of all connectors are removed, too. The prompt's other choices share them, and keep theirs."""
     extra = {"kv_transfer_params": {"hidden_states_key": "k"}, "ec_transfer_params": {}, "mine": nested_in(64)}
     shared = SamplingParams(max_tokens=8, extra_args=extra)
@@ -604,7 +604,7 @@ def test_the_hash_of_a_request_is_that_of_stored_samples():
 
 
 @pytest.mark.parametrize("step", ["_read", "_owner", "_skip", "_unwanted"])
-def test_an_error_of_any_step_leaves_no_method(monkeypatch, caplog, step):
+def test_an_error_in_any_step_is_logged_and_not_raised(monkeypatch, caplog, step):
     def fail(*args, **kwargs):
         raise ValueError("a sample key must not be empty")
 
@@ -653,7 +653,7 @@ def test_a_path_that_a_key_has_obeys_the_keys_claim_and_makes_none():
 
 
 @pytest.mark.parametrize("step", ["_admit", "_covered", "_answer"])
-def test_an_error_that_one_request_causes_costs_it_alone(monkeypatch, step):
+def test_an_error_that_one_request_causes_does_not_affect_other_requests(monkeypatch, step):
     """An error inside the engine's step would end the engine. ``_answer`` is called after the save was queued."""
     work = getattr(SchedulerHalf, step)
 

@@ -30,7 +30,7 @@ def test_minor_release(version, release):
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.31.2", "0.32.1+cpu", "0.33.0"])
-def test_tested_versions_are_taken_without_a_word(version):
+def test_tested_versions_are_accepted_without_a_warning(version):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_version(version)
@@ -91,7 +91,7 @@ def test_any_other_shape_is_refused_with_the_expected_and_the_given_shape(shape)
         layers_first(torch.zeros(shape), 3, 4, "0.32.7")
 
 
-def test_it_needs_neither_vllm_nor_torch():
+def test_the_version_check_imports_neither_vllm_nor_torch():
     code = "import hsx_dist.connector.versions, sys; print({'vllm', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"

@@ -118,7 +118,7 @@ def test_a_request_longer_than_the_ring_goes_through_page_by_page():
     assert tokens == n
 
 
-def test_while_the_ring_is_full_blocks_are_held_and_nothing_else_overtakes():
+def test_blocks_are_held_while_the_ring_is_full_and_requests_keep_their_order():
     outlet = KeepingOutlet(2 * BLOCK * ROW)
     _, worker = half(outlet)
     worker.step(Step(saves=[save(8, key="a"), save(8, key="b")]))
@@ -157,7 +157,7 @@ def test_pages_name_their_request_and_two_copies_have_different_sources():
     assert {source.rpartition(":")[0] for source in sources} == {"req-k"}
 
 
-def test_what_readers_rely_on_is_asked_for_before_the_model_runs_and_there_when_its_step_ends():
+def test_locks_are_requested_before_the_forward_pass_and_held_when_its_step_ends():
     outlet = KeepingOutlet(1 << 20)
     _, worker = half(outlet)
     step = Step(skipped=[Skip("r", "c", "c.safetensors", 0, "why")], expected=[Expect("s", "s.safetensors", 0)])
@@ -184,7 +184,7 @@ def test_plan_is_whole_blocks_within_page_frame_and_segment():
     ("positions", "layers"),
     [(range(3, 17), None), (range(0, 30, 7), (2, 0)), (range(29, 30), (1,)), (None, (2,))],
 )
-def test_only_what_a_request_wants_is_copied(order, positions, layers):
+def test_only_requested_layers_and_tokens_are_copied(order, positions, layers):
     outlet = KeepingOutlet(1 << 20)
     cache = torch.randn(BLOCKS, LAYERS, BLOCK, HIDDEN)
     if order == "TLH":
@@ -211,7 +211,7 @@ def test_a_ring_smaller_than_a_page_is_refused_at_the_start():
         half(KeepingOutlet(BLOCK * ROW // 2))
 
 
-def test_at_the_end_what_waits_is_still_copied_and_what_could_not_be_is_counted():
+def test_closing_copies_waiting_pages_and_counts_the_rest():
     outlet = KeepingOutlet(2 * BLOCK * ROW)
     _, worker = half(outlet)
     worker.step(Step(saves=[save(8, key="a"), save(8, key="b")]))
@@ -292,7 +292,7 @@ def test_pinned_memory_is_registered_and_given_back(monkeypatch, caplog):
     assert "cudaHostUnregister of 64 bytes failed with error 2" in caplog.text
 
 
-def test_a_request_that_cannot_be_copied_costs_itself_alone():
+def test_a_request_that_cannot_be_copied_fails_alone():
     """Its blocks are freed, its failure is reported, and the engine's step gets no error."""
     outlet = KeepingOutlet(1 << 20)
     _, worker = half(outlet)
@@ -345,7 +345,7 @@ def test_a_clients_metadata_is_sent_with_the_pages_as_text():
 @pytest.mark.parametrize(
     ("stream", "which", "apart"), [*product([False, True], range(3), [False]), (False, 0, True), (False, 1, True)]
 )
-def test_a_page_that_fails_in_its_copy_costs_its_sample_alone(tmp_path, monkeypatch, stream, which, apart):
+def test_a_page_that_fails_in_its_copy_fails_its_sample_alone(tmp_path, monkeypatch, stream, which, apart):
     """The blocks and ring bytes are freed, the client gets the reason, and the batch's other requests are stored."""
     copy_page = copier_module.gather
 
@@ -413,7 +413,7 @@ def test_a_device_that_is_lost_ends_the_step(monkeypatch):
         worker.finished()
 
 
-def test_a_selection_that_never_fits_into_the_ring_costs_itself_alone():
+def test_a_selection_larger_than_the_ring_fails_alone():
     """A mean is float32, so one row may need more bytes than a page of the cache's dtype."""
     outlet = KeepingOutlet(64)  # a page is 48 bytes
     cache = torch.randn(BLOCKS, LAYERS, 1, HIDDEN).to(torch.bfloat16)

@@ -15,13 +15,13 @@ from tests.unit.device.simulated import Latest, SideFirst, simulated_cuda
 for _name in (
     "test_pages_hold_exactly_the_tokens_of_the_request",
     "test_a_request_longer_than_the_ring_goes_through_page_by_page",
-    "test_while_the_ring_is_full_blocks_are_held_and_nothing_else_overtakes",
+    "test_blocks_are_held_while_the_ring_is_full_and_requests_keep_their_order",
     "test_pages_name_their_request_and_two_copies_have_different_sources",
-    "test_only_what_a_request_wants_is_copied",
-    "test_at_the_end_what_waits_is_still_copied_and_what_could_not_be_is_counted",
+    "test_only_requested_layers_and_tokens_are_copied",
+    "test_closing_copies_waiting_pages_and_counts_the_rest",
     "test_a_mean_is_one_float32_row_over_all_tokens",
     "test_selected_positions_are_copied_and_arrays_go_with_the_first_segment",
-    "test_a_request_that_cannot_be_copied_costs_itself_alone",
+    "test_a_request_that_cannot_be_copied_fails_alone",
 ):
     globals()[_name] = getattr(test_worker, _name)
 

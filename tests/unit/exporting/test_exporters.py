@@ -203,7 +203,7 @@ def test_every_statement_names_the_layers_the_norm_and_the_mask(to: str, run: Ru
     assert "layer" in words.replace(said["layer_ids"], "").replace("layer_ids", "")
 
 
-def test_teacher_logprobs_are_the_models_own(
+def test_teacher_logprobs_equal_those_of_the_model(
     run: Run, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
@@ -405,7 +405,7 @@ def test_infinity_in_a_configuration_is_taken_and_logits_are_held_within_a_budge
     assert [tuple(part.shape) for part in parts] == [(3, 512), (3, 512), (2, 512)]
 
 
-def test_an_export_goes_on_and_refuses_another_in_its_place(run: Run, tmp_path: Path) -> None:
+def test_an_export_resumes_and_another_export_in_its_folder_is_refused(run: Run, tmp_path: Path) -> None:
     report = export_run(run, "vllm", tmp_path, shard=0, shards=2)
     assert (report.written, report.there, report.finished) == (3, 0, False)
     assert not list(tmp_path.glob("**/.new-*"))
@@ -524,7 +524,7 @@ def test_a_finished_export_has_no_half_files_that_a_trainer_would_read(run: Run,
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_a_process_that_writes_what_another_one_has_finished_does_not_fail(
+def test_writing_a_file_that_another_process_finished_does_not_fail(
     written: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace_file = Path.replace
@@ -798,12 +798,12 @@ def test_routing_refuses_a_selection_of_tokens_before_it_claims_the_folder(tmp_p
 
 
 @pytest.mark.parametrize("name", ["top_k", "samples_per_file", "context"])
-def test_no_exporter_takes_counts_of_nothing(name: str) -> None:
+def test_exporters_refuse_counts_of_zero(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: expected at least 1, got 0"):
         ExportOptions(**{name: 0})
 
 
-def test_a_run_without_samples_is_no_internal_error(tmp_path: Path) -> None:
+def test_a_run_without_samples_raises_a_typed_error(tmp_path: Path) -> None:
     store_run(open_store(str(tmp_path / "run")), [], info={"meaning": {"layers": [5]}})
     with pytest.raises(ConfigError, match=r"expected layer 5 of hidden_states .* the run has no samples"):
         export_run(open_run(str(tmp_path / "run")), "saelens", tmp_path / "out")

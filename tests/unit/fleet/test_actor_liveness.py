@@ -72,7 +72,7 @@ def test_an_actor_is_asked_again_while_ray_does_not_know(now):
         assert inquiry.refs == []
 
 
-def test_an_actor_that_stays_out_of_reach_is_given_up_whether_or_not_it_answers(now):
+def test_an_overdue_actor_is_listed_once_and_its_late_answer_is_ignored(now):
     inquiry = ask(Actor())
     assert inquiry.overdue() == []
     now[0] = actor_liveness.KNOWN_AFTER_S
@@ -94,7 +94,7 @@ def test_unreachable_actors_are_flushed_until_ray_reports_them_alive_or_dead(now
     assert [actor.flush.calls for actor in (alive, back, dead)] == [1, 3, 2]
 
 
-def test_a_flush_gives_up_once_who_never_answers(now):
+def test_a_flush_times_out_once_for_an_actor_that_never_answers(now):
     gone = Actor(*[out_of_reach()] * 1000)
     assert isinstance(actor_liveness.flush_until_known([gone])[gone], ActorUnavailableError)
     assert now[0] == pytest.approx(actor_liveness.KNOWN_AFTER_S, abs=2.0)
@@ -103,7 +103,7 @@ def test_a_flush_gives_up_once_who_never_answers(now):
     assert gone.flush.calls == calls + 1
 
 
-def test_who_hurries_waits_neither_for_those_that_do_not_answer_nor_for_what_becomes_of_others(now):
+def test_a_hurried_flush_waits_neither_for_answers_nor_for_the_state_of_actors(now):
     silent, gone, dead, alive = Actor(*NEVER), Actor(*[out_of_reach()] * 1000), Actor(ActorDiedError()), Actor()
     hurry = iter([False, False, False, True, True])
     failed = actor_liveness.flush_until_known([silent, gone, dead, alive], (), lambda: next(hurry))
@@ -116,7 +116,7 @@ def test_who_hurries_waits_neither_for_those_that_do_not_answer_nor_for_what_bec
     assert gone.flush.calls == 1 + 3
 
 
-def test_everything_that_is_there_is_not_looked_at_twice(now):
+def test_wait_for_all_checks_arrived_answers_once(now):
     assert actor_liveness.wait_for_all([], None, lambda: False) == ([], [])
     refs = [(Call([]), 1), (Call([]), 1)]
     assert actor_liveness.wait_for_all(refs, None, lambda: False) == (refs, [])

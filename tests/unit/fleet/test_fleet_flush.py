@@ -95,7 +95,7 @@ def test_actors_of_a_lost_node_are_reported_as_lost_with_the_node(fleet):
     assert [node for node, _ in fleet.writers.listed] == ["a"]
 
 
-def test_a_writer_that_stays_out_of_reach_is_waited_for_once_until_it_is_heard(fleet, monkeypatch):
+def test_flushes_wait_once_for_an_unreachable_writer_until_it_answers(fleet, monkeypatch):
     clock = iter(range(0, 100_000, 20))
     monkeypatch.setattr(actor_liveness.time, "monotonic", lambda: next(clock))
     writer = writers(fleet)[0]

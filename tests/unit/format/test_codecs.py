@@ -190,7 +190,7 @@ def test_a_bomb_is_refused_before_it_is_decompressed(codec: Codec, raw: int) -> 
 
 
 @pytest.mark.parametrize("codec", [ZstdCodec(), SplitCodec(), Fp8TokenCodec()], ids=str)
-def test_more_than_a_frame_can_hold_is_refused_before_allocating(codec: Codec) -> None:
+def test_sizes_that_a_frame_cannot_hold_are_refused_before_allocating(codec: Codec) -> None:
     out = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (1 << 20, 1 << 20), (0, 0))
     with pytest.raises(FormatError, match="expected"):
         codec.decode(memoryview(bytes(100)), out, "bfloat16")
@@ -246,7 +246,7 @@ def test_split_of_float32_is_low_halves_third_bytes_high_bytes() -> None:
 # -- fp8-token, proven against torch ---------------------------------------------------------------------------------
 
 
-def test_every_code_is_torchs() -> None:
+def test_every_fp8_code_decodes_as_in_torch() -> None:
     theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
     assert np.array_equal(E4M3, theirs, equal_nan=True)
 
@@ -260,7 +260,7 @@ def test_every_upper_half_of_a_float32_rounds_as_in_torch(low: int) -> None:
     assert np.array_equal(encode_e4m3(x), theirs)
 
 
-def test_what_e4m3_cannot_hold() -> None:
+def test_values_beyond_e4m3_are_saturated_and_infinities_become_nan() -> None:
     x = np.array([449, 1e30, np.inf, -np.inf, -500], np.float32)
     assert encode_e4m3(x).tolist() == [0x7E, 0x7E, 0x7F, 0xFF, 0xFE]
 

@@ -155,7 +155,7 @@ def test_a_claim_of_many_columns_costs_nothing() -> None:
     assert np.array_equal(Index(manifest).tokens, [])
 
 
-def test_of_several_copies_the_receipt_counts_that_named_the_begin():
+def test_the_receipt_with_the_first_segment_decides_among_copies():
     """Samples are ordered by this receipt, also if lost samples are computed again."""
     whole = segments()
     manifest = Manifest([receipt(1, proof(whole[1])), receipt(2, proof(whole[0])), receipt(3, *map(proof, whole[2:]))])

@@ -155,7 +155,7 @@ def test_stored_bytes_of_layers_are_those_of_their_chunks(codec: Codec, whole: b
         assert part.layer_bytes(i) == sums
 
 
-def test_layers_times_chunks_are_not_counted_up_to() -> None:
+def test_a_large_number_of_layers_and_chunks_takes_no_time() -> None:
     """In schema ``vllm`` a header has chunk checksums once for all layers: a short header claims many of both."""
 
     def part(n: int) -> Callable[[], object]:
@@ -611,7 +611,7 @@ def test_a_file_that_is_not_safetensors_is_refused(data: bytes) -> None:
     key=st.text(min_size=1, max_size=30),
     data=st.data(),
 )
-def test_any_read_of_any_sample_equals_what_went_in(
+def test_any_read_of_any_sample_equals_the_stored_states(
     codec: str,
     dtype: str,
     tokens: int,
@@ -697,7 +697,7 @@ def test_attached_arrays_are_read_back(codec: Codec, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_attached_is_refused(attached: dict[str, np.ndarray[Any, Any]]) -> None:
+def test_unsupported_attached_arrays_are_refused(attached: dict[str, np.ndarray[Any, Any]]) -> None:
     encoder = SegmentEncoder(NoneCodec())
     for page in random_sample().pages():
         encoder.add(page)

@@ -33,13 +33,13 @@ def opened(name: str) -> Part:
     return Part.open(store, name)
 
 
-def test_there_is_one_of_every_codec_and_dtype() -> None:
+def test_golden_files_cover_every_codec_and_dtype() -> None:
     assert {f.name for f in FOLDER.glob("*.safetensors")} == set(FILES)
     assert {f"{codec}-{dtype}.safetensors" for codec in CODECS for dtype in FLOATS} <= set(FILES)
 
 
 @every_file
-def test_it_is_read_bit_for_bit(name: str) -> None:
+def test_golden_files_are_read_bit_for_bit(name: str) -> None:
     assert facts((FOLDER / name).read_bytes()) == EXPECTED["parts"][name]
     assert opened(name).about == ABOUT
 
@@ -72,7 +72,7 @@ def test_golden_files_give_the_states_they_were_made_from(name: str) -> None:
 
 
 @every_file
-def test_stock_safetensors_opens_it(name: str) -> None:
+def test_the_safetensors_library_opens_golden_files(name: str) -> None:
     with safetensors.safe_open(FOLDER / name, "pt") as f:
         tensors = {n: f.get_tensor(n) for n in f.keys()}  # noqa: SIM118
     assert len(tensors) >= 2

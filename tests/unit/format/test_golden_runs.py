@@ -91,7 +91,7 @@ def test_an_unfinished_run_is_taken_over_collected_and_removed(version: int, cop
     assert [info.name for info in root.list()] == ["run.json"]
 
 
-def test_version_1_refuses_what_this_version_took(copied: Any) -> None:
+def test_version_1_refuses_runs_that_this_version_took_over(copied: Any) -> None:
     """Version 1's check of a receipt's first bytes. It read every receipt before it started."""
     root = copied("v1-unfinished")
     place = open_place(root)

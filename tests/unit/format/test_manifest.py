@@ -47,7 +47,7 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize("writer", ["", "a/b", "..", ".hidden", "a b", "x" * 129, "ä"])
-def test_writers_whose_name_would_leave_its_place(writer: str) -> None:
+def test_writer_names_that_leave_the_folder_are_refused(writer: str) -> None:
     with pytest.raises(ValueError, match="expected a writer's name"):
         part_name(1, writer, 1)
     with pytest.raises(ValueError, match="expected a number from 1 on"):
@@ -112,7 +112,7 @@ def test_other_tokens_in_the_same_attempt_are_a_conflict() -> None:
     assert part_name(1, "w", 2) in told
 
 
-def test_other_tokens_in_another_attempt_are_none() -> None:
+def test_other_tokens_in_another_attempt_are_no_conflict() -> None:
     manifest = Manifest([_receipt(1, 1, _whole("k")), _receipt(2, 1, _whole("k", 6), tokens=7)])
     assert manifest.conflicts == []
     assert manifest.samples["k"].num_tokens == 6

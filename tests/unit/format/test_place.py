@@ -38,7 +38,7 @@ def test_a_run_is_started_once_and_its_objects_are_in_its_folder(root: LocalStor
         start_run(root, {})
 
 
-def test_of_racing_drivers_one_starts_the_run(root: LocalStore) -> None:
+def test_one_of_racing_drivers_starts_the_run(root: LocalStore) -> None:
     def start(_: int) -> Place | None:
         try:
             return start_run(root, {})
@@ -90,7 +90,7 @@ def test_after_a_removal_the_next_run_has_a_new_name_and_folder(root: LocalStore
     assert list(leftovers(root)) == [f"{first.folder}/"]
 
 
-def test_a_driver_refuses_to_start_among_what_a_removal_left(root: LocalStore) -> None:
+def test_a_driver_refuses_to_start_in_a_folder_with_leftovers(root: LocalStore) -> None:
     place = start_run(root, {})
     place.store.put("attempts/0001.json", [b"x"])
     bury(place)
@@ -103,7 +103,7 @@ def test_a_driver_refuses_to_start_among_what_a_removal_left(root: LocalStore) -
 @pytest.mark.parametrize(
     "name", ["manifest/0001/w/000001.json", "attempts/0001.json", "data/part-0001-w-000001.safetensors"]
 )
-def test_what_version_1_left_is_no_empty_place(root: LocalStore, name: str) -> None:
+def test_leftovers_of_version_1_are_not_an_empty_folder(root: LocalStore, name: str) -> None:
     root.put(name, [b"x"])
     with pytest.raises(RunError, match="hsx rm"):
         start_run(root, {})
@@ -153,7 +153,7 @@ class Counting(MemoryStore):
 
 
 @pytest.mark.parametrize("name", ["data/x", "attempts/0001.json"])
-def test_many_folders_are_listed_once_and_not_each_for_itself(name: str) -> None:
+def test_many_folders_are_listed_with_one_request(name: str) -> None:
     root = Counting()
     folders = [f"run-{i:016x}/" for i in range(300)]
     for folder in folders:
@@ -183,7 +183,7 @@ def deep(levels: int) -> dict[str, object]:
 @pytest.mark.parametrize(
     "settings", [deep(250), deep(5000), {1: 1, "1": 2}, {"x": float("nan")}, {"x": object()}, ["a list"]]
 )
-def test_no_run_is_started_that_no_reader_would_open(root: LocalStore, settings: object) -> None:
+def test_descriptions_that_readers_refuse_do_not_start_a_run(root: LocalStore, settings: object) -> None:
     with pytest.raises(FormatError):
         start_run(root, {"meaning": {}, "settings": settings})
     assert list(root.list()) == []

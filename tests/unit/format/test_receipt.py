@@ -90,7 +90,7 @@ def test_a_written_receipt_is_read_back(receipt: Receipt) -> None:
     assert json.loads(data)["receipt"]["writer"] == "w-0"
 
 
-def test_the_bytes_are_what_they_were() -> None:
+def test_the_bytes_of_receipts_have_not_changed() -> None:
     """Stored receipts outlive this code: a change here is a new format."""
     assert _example().to_json() == (
         b'{"crc32c":"749600dc","receipt":{"format":"hsx-receipt/1","attempt":1,"writer":"w-0","seq":1,'
@@ -136,7 +136,7 @@ def test_a_receipt_of_columns_is_refused_by_older_readers() -> None:
 @pytest.mark.parametrize(
     ("column", "columns"), [(2, 2), (-1, 2), (0, 0), (0, 1 << 17), (True, 2), ("0", 2), (0, 2.0), (None, 2), (0, None)]
 )
-def test_columns_that_cannot_be(column: object, columns: object) -> None:
+def test_impossible_columns_are_refused(column: object, columns: object) -> None:
     body = json.loads(_of_columns().to_json())["receipt"]
     body["segments"][0][-2:] = [column, columns]
     with pytest.raises(FormatError, match="segments: expected"):
@@ -164,7 +164,7 @@ def test_the_version_is_that_of_the_content(receipt: Receipt, version: int) -> N
 
 @settings(max_examples=400, deadline=None)
 @given(st.data())
-def test_no_changed_byte_goes_unseen(data: st.DataObject) -> None:
+def test_every_changed_byte_of_a_receipt_is_detected(data: st.DataObject) -> None:
     good = _example().to_json()
     at = data.draw(st.integers(0, len(good) - 1))
     changed = bytearray(good)
@@ -175,7 +175,7 @@ def test_no_changed_byte_goes_unseen(data: st.DataObject) -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, len(_example().to_json()) - 1))
-def test_no_truncation_goes_unseen(length: int) -> None:
+def test_every_truncation_of_a_receipt_is_detected(length: int) -> None:
     with pytest.raises(FormatError):
         Receipt.from_json(_example().to_json()[:length])
 
@@ -221,7 +221,7 @@ def _sealed(body: object) -> bytes:
         {"created": 5},
     ],
 )
-def test_receipts_that_say_what_cannot_be(change: dict[str, object]) -> None:
+def test_receipts_with_impossible_values_are_refused(change: dict[str, object]) -> None:
     body = json.loads(_example().to_json())["receipt"]
     with pytest.raises(FormatError, match="here"):
         Receipt.from_json(_sealed(body | change), "here")

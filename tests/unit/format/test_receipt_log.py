@@ -81,7 +81,7 @@ def test_a_newer_attempt_seals_every_log_that_can_still_grow() -> None:
     ReceiptLog(store, 2, "d").append(receipt())
 
 
-def test_of_a_seal_and_a_receipt_that_race_one_is_stored() -> None:
+def test_a_racing_seal_and_receipt_store_one_object() -> None:
     for _ in range(50):
         store = MemoryStore()
         log = ReceiptLog(store, 1, "w")

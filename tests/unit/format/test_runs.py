@@ -40,7 +40,7 @@ def test_attempts_are_numbered_and_fence(store: LocalStore) -> None:
     assert json.loads(store.get(attempt_name(2)))["host"] == "h"
 
 
-def test_racing_drivers_take_different_attempts(store: LocalStore) -> None:
+def test_racing_drivers_get_different_attempts(store: LocalStore) -> None:
     with ThreadPoolExecutor(8) as pool:
         taken = list(pool.map(lambda i: runs.take_attempt(store, {"driver": i}), range(24)))
     assert sorted(taken) == list(range(1, 25))
@@ -183,7 +183,7 @@ def test_a_wrong_completion_raises(store: LocalStore, change: dict[str, object])
         runs.load_manifest(store)
 
 
-def test_what_version_1_completed_is_read(store: LocalStore) -> None:
+def test_runs_that_version_1_completed_are_read(store: LocalStore) -> None:
     runs.take_attempt(store, {})
     _prove(store, 1, "w", 1, "a")
     runs.write_complete(store, 1, runs.load_manifest(store), {})
@@ -239,7 +239,7 @@ def test_a_store_that_refuses_conditional_puts_is_refused(store: LocalStore) -> 
     assert list(store.list()) == []
 
 
-def test_an_attempt_zero_that_another_program_stored_is_none(store: LocalStore) -> None:
+def test_an_attempt_of_number_zero_is_ignored(store: LocalStore) -> None:
     for name in ("attempts/0000.json", "attempts/0000.complete.json"):
         store.put(name, [b"{}"])
     assert runs.take_attempt(store, {}) == 1

@@ -70,7 +70,7 @@ def test_nothing_left_after_tokenising(tokenizer: Any) -> None:
         )
 
 
-def test_a_template_that_refuses(tokenizer: Any) -> None:
+def test_a_template_that_raises_refuses_the_row(tokenizer: Any) -> None:
     with pytest.raises(InputError, match="chat template accepts, got TemplateError: no tools here"):
         RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=[{"role": "tool", "content": "a"}]))
 
@@ -133,7 +133,7 @@ def test_a_template_that_fails_or_grows_refuses_the_row(folder: Path, template: 
         RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=[{"role": "user", "content": "a"}]))
 
 
-def test_what_a_loss_mask_costs_is_bounded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_a_loss_mask_is_bounded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = [{"role": role, "content": "a"} for role in ("user", "assistant")] * 30
     rules = RowRules(loss_roles=("assistant",))
     assert RowEncoder(tokenizer, 200, rules=rules).encode(Row("k", 0, messages=chat)).loss_mask is not None

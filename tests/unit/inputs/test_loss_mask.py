@@ -81,7 +81,7 @@ def said(
 
 @pytest.mark.parametrize("system", [False, True])
 @pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot|>"), (GEMMA, "<end_of_turn>")])
-def test_what_the_assistant_says_counts_with_its_end_of_turn(
+def test_the_loss_mask_covers_the_assistants_text_and_its_end_of_turn(
     tokenizer: Any, template: str, end: str, system: bool
 ) -> None:
     messages = [SYSTEM, *CHAT] if system else CHAT
@@ -113,7 +113,7 @@ def test_many_bytes_a_character(tokenizer: Any) -> None:
     assert said(tokenizer, CHATML, chat) == ["Zeichen: 漢字 😀 é<|im_end|>"]
 
 
-def test_a_header_at_the_end_is_not_said(tokenizer: Any) -> None:
+def test_a_header_at_the_end_is_not_in_the_loss(tokenizer: Any) -> None:
     assert said(tokenizer, CHATML, CHAT, add_generation_prompt=True)[-1].endswith("tokens.<|im_end|>")
 
 

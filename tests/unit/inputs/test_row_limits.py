@@ -56,7 +56,7 @@ def test_a_compressed_line_is_not_expanded_beyond_the_limit(tmp_path: Path, endi
 
 
 @pytest.mark.parametrize("ending", _PACK)
-def test_a_line_that_goes_on_and_on_ends_the_input(tmp_path: Path, ending: str) -> None:
+def test_a_line_without_end_ends_the_input(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"in.jsonl{ending}"
     path.write_bytes(_PACK[ending](b"x" * (10 << 20)))
     with pytest.raises(FormatError, match=r"raise input\.max_row_bytes"):
@@ -132,7 +132,7 @@ def test_texts_that_rows_share_are_not_copied_to_all_of_them_at_once(tmp_path: P
     assert taken == 256
 
 
-def test_a_list_of_nothing_is_not_made(tmp_path: Path) -> None:
+def test_a_long_list_of_null_values_is_not_allocated(tmp_path: Path) -> None:
     n = 1 << 24
     column = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), pa.nulls(n))
     path = tmp_path / "in.arrow"

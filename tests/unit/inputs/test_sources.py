@@ -159,7 +159,7 @@ def test_a_saved_data_set_and_its_splits(tmp_path: Path) -> None:
         read(tmp_path / "one" / "state.json", format="dataset")
 
 
-def test_a_saved_data_set_that_datasets_itself_wrote() -> None:
+def test_a_data_set_that_the_datasets_library_saved_is_read() -> None:
     """A DatasetDict of datasets 5.2.0, its train split selected ([2, 0, 1]) and in two files."""
     rows = read(Path(__file__).parents[2] / "golden" / "saved_dataset")
     assert [r.key for r in rows] == ["c", "a", "b", "test#00000000"]
@@ -223,7 +223,7 @@ def test_only_a_batch_is_held(tmp_path: Path) -> None:
     assert peaks[1] < max(4 * peaks[0], 8 << 20)
 
 
-def test_shards_are_the_whole_and_share_no_row() -> None:
+def test_shards_cover_all_rows_without_overlap() -> None:
     prompts = [f"p{i}" for i in range(20)]
     shards = [
         [r.text for r in rows_from(prompts, InputConfig(num_shards=3, shard_index=i)) if isinstance(r, Row)]
@@ -245,7 +245,7 @@ def test_a_sample_is_stable_and_a_larger_one_holds_it(tmp_path: Path) -> None:
     assert keys(path, sample=0.1, limit=5) == small[:5]
 
 
-def test_limit_reads_no_further(tmp_path: Path) -> None:
+def test_the_limit_stops_reading_the_input(tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", "x", "y")
     (tmp_path / "b.jsonl.gz").write_bytes(b"broken")
     assert len(read(tmp_path, limit=2)) == 2

@@ -215,7 +215,7 @@ def test_rows_that_want_an_engine_alone_do_not_wait_for_the_end_of_the_input(led
     assert last < len(fleet.tasks) - 20
 
 
-def test_what_goes_with_its_node_is_run_again_and_never_counted(ledger):
+def test_rows_lost_with_their_node_are_run_again_without_counting_a_try(ledger):
     vanished = []
 
     def plan(task):
@@ -239,7 +239,7 @@ def test_an_unreachable_replica_gets_no_rows_and_its_rows_wait_for_its_state(led
     assert {t.tries for t in fleet.tasks} == {0}
 
 
-def test_what_a_writer_took_with_its_node_is_not_counted_either(ledger):
+def test_rows_lost_with_a_writers_node_do_not_count_as_a_try(ledger):
     lost = []
 
     def plan(task):
@@ -364,7 +364,7 @@ def test_stop_submits_no_more_tasks_and_flushes_within_its_time_limit(ledger, ho
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_stop_in_the_last_flush_leaves_it_only_as_much_time_as_there_is_and_blames_no_row(ledger, lost):
+def test_a_stop_in_the_last_flush_limits_its_time_and_fails_no_row(ledger, lost):
     fleet = LossyFleet(lambda task: "lose" if lost and task.number == 1 else "fine")
     progress = Progress(10, console=Console(file=io.StringIO()))
     driver = Driver(fleet, ledger._manifest, ledger, progress, task_rows=4, max_tries=1, stop_seconds=7.0)
@@ -396,7 +396,7 @@ def test_a_stop_while_the_run_is_paused_flushes_at_once(ledger):
     assert len(ledger._manifest.samples) == 4 * len(fleet.tasks) < 100
 
 
-def test_a_stop_after_all_is_stored_finds_nothing_to_stop(ledger):
+def test_a_stop_after_all_rows_are_stored_has_no_effect(ledger):
     fleet = LossyFleet()
     progress = Progress(10, console=Console(file=io.StringIO()))
     driver = Driver(fleet, ledger._manifest, ledger, progress, task_rows=4, max_tries=1)
@@ -441,7 +441,7 @@ def test_a_newer_attempt_ends_a_driver_that_stores_nothing(ledger):
         driver.run(iter(rows(100)))
 
 
-def test_max_rows_ends_the_run_with_exactly_so_many(ledger):
+def test_max_rows_ends_the_run_after_exactly_that_number(ledger):
     fleet = LossyFleet(lambda task: "lose" if task.number == 2 else "fine")
     driver = run(fleet, rows(100), ledger, limits=Limits(max_rows=13))
     assert len(ledger._manifest.samples) == 13

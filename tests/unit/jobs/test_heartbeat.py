@@ -72,7 +72,7 @@ def test_an_error_after_the_last_row_is_not_a_success(tmp_path, error, state):
     assert read_heartbeat(place.store, 1)["state"] == ("fenced" if error is Fenced else "failed")
 
 
-def test_a_store_that_does_not_answer_does_not_hold_up_who_stops(tmp_path, monkeypatch):
+def test_a_store_that_does_not_answer_does_not_delay_a_stop(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "LAST_S", 0.2)
     place = start_run(LocalStore(tmp_path), {})
     store = place.store

@@ -10,7 +10,7 @@ from hsx_dist.jobs.limits import HeldBytes, Limits, Verdict, seconds_left
 from hsx_dist.store.local import LocalStore
 
 
-def test_without_limits_everything_goes():
+def test_without_limits_rows_are_never_held_back():
     assert Limits().verdict(10, 1000, 5, 100.0) == Verdict()
     assert not Limits().past_deadline()
 
@@ -33,7 +33,7 @@ def test_rows_under_way_count_for_max_bytes_by_their_mean(nbytes, under_way, cap
     assert (verdict.capacity, bool(verdict.ended), verdict.paused) == (capacity, ended, "")
 
 
-def test_what_the_store_holds_pauses_and_ends_nothing():
+def test_a_full_store_pauses_the_run_and_does_not_end_it():
     held = [900]
     limits = Limits(held=lambda: held[0], max_held_bytes=1000)
     assert not limits.verdict(5, 900, 0, 100.0).paused
@@ -74,6 +74,6 @@ def test_a_deadline_as_a_time():
 
 
 @pytest.mark.parametrize("wrong", ["soon", 0, -5, True, "2026-01-31T18:00:00"])
-def test_a_deadline_that_is_none_is_refused(wrong):
+def test_a_malformed_deadline_is_refused(wrong):
     with pytest.raises(ConfigError, match=r"deadline.*seconds from the start"):
         load_config(None, (), model="m", output="o", deadline=wrong)

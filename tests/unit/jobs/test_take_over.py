@@ -250,7 +250,7 @@ def test_earlier_writers_are_stopped_before_the_manifest_is_read(place: Place) -
         earlier.append(receipt)
 
 
-def test_a_run_that_is_removed_is_not_gone_on_with(place: Place) -> None:
+def test_a_removed_run_is_not_continued(place: Place) -> None:
     write(place)
     bury(place)
     with pytest.raises(RunError, match="mark of its removal"):
@@ -312,7 +312,7 @@ def test_a_store_without_atomic_creation_is_refused(place: Place, monkeypatch: p
     assert taken(place, single_driver=True)[0] == 1
 
 
-def test_opening_goes_on_with_the_run_that_is_there(place: Place) -> None:
+def test_opening_an_existing_run_continues_it(place: Place) -> None:
     write(place)
     config = load_config(None, (), model="m", output=place.root.url)
     found, manifest = open_or_start_run(config, place.root, {})
@@ -360,7 +360,7 @@ def test_the_last_heartbeat_follows_the_end_of_the_fleet(
 
 
 @pytest.mark.parametrize("opening", [True, False])
-def test_an_error_next_to_a_removal_names_the_removal(
+def test_an_error_during_a_removal_names_the_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opening: bool
 ) -> None:
     """``hsx rm`` begins while the driver reads the manifest."""

@@ -17,7 +17,7 @@ def test_memory_of_any_size_is_zeroed_and_can_be_written(nbytes):
     assert (memory == 7).all()
 
 
-def test_what_holds_no_whole_huge_page_is_left_alone():
+def test_memory_without_a_whole_huge_page_is_not_changed():
     small = np.zeros(4096, np.uint8)
     assert not huge_pages.advise(small.ctypes.data, small.nbytes)
 

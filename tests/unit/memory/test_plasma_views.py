@@ -45,7 +45,7 @@ def test_dropped_shared_memory_is_mapped_again_on_access(shared: np.ndarray):
     assert resident(shared) == NBYTES // 2
 
 
-def test_it_is_brought_back_at_once(shared: np.ndarray):
+def test_dropped_memory_is_mapped_again_at_once(shared: np.ndarray):
     mapped = PlasmaViews()
     mapped.let_go(shared)
     if mapped.bring(shared):  # a system that refuses the advice reads it as before

@@ -68,7 +68,9 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_logits_and_top_k_are_the_models_own(stored: str, computed: Computed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_and_top_k_equal_those_of_the_model(
+    stored: str, computed: Computed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also in many blocks, which begin at the store's chunks."""
     with torch.inference_mode():
         close(computed.model(torch.tensor([IDS])).logits[0], computed.logits)
@@ -172,7 +174,7 @@ def test_a_head_of_another_dtype_is_converted_in_pieces(
     close(got, right.detach())
 
 
-def test_of_a_model_of_the_hub_only_the_files_of_the_norm_and_the_head_are_downloaded(
+def test_only_files_of_the_norm_and_the_head_are_downloaded_from_the_hub(
     computed: Computed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, here = tmp_path / "hub", tmp_path / "here"

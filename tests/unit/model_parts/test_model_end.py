@@ -88,7 +88,7 @@ def tiny(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", sorted(END_RULES))
-def test_norm_and_log_probabilities_are_the_models_own(family: str, tmp_path: Path) -> None:
+def test_norm_and_log_probabilities_equal_those_of_the_model(family: str, tmp_path: Path) -> None:
     model = tiny(family)
     last: list[torch.Tensor] = []
     model.model.layers[-1].register_forward_hook(

@@ -89,7 +89,7 @@ _WELL = {
 
 
 @needs_promtool
-def test_each_alert_fires_when_it_should_and_none_of_a_run_in_good_order(tmp_path):
+def test_each_alert_fires_on_its_condition_and_none_fires_for_a_sound_run(tmp_path):
     assert set(_FIRING) == {a.name for a in ALERTS}
     write_dashboards(tmp_path)
 

@@ -22,7 +22,7 @@ def record(message: str = "part of %d segments", *args: object, **extra: object)
     return made
 
 
-def test_a_line_says_what_it_is_about():
+def test_a_log_line_has_its_fields():
     line = Structured({"run": "s3://b/r", "writer": "n0w0"}).format(record("lost %d", 3, part="data/p 1"))
     assert line.endswith('Z WARNING hsx_dist.x lost 3 run=s3://b/r writer=n0w0 part="data/p 1"')
     line = Structured({"run": "s3://b/r", "replica": "0", "rank": "1"}).format(record("copied", key="k"))
@@ -58,7 +58,7 @@ def test_repeated_lines_are_counted_and_left_out():
     assert sum(often.filter(record("lost %d", i)) for i in range(1000)) == OFTEN - 1
 
 
-def test_what_a_library_shows_itself_is_not_shown_again():
+def test_lines_that_a_library_prints_are_not_logged_again():
     library, quiet = logging.getLogger("hsx_test_library"), logging.getLogger("hsx_test_quiet")
     own = logging.StreamHandler()
     library.addHandler(own)

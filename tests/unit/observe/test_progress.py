@@ -34,7 +34,7 @@ def test_rates_are_of_the_recent_past_and_give_the_time_left(clock):
     assert f"ETA {duration(780)}" in p.line()
 
 
-def test_without_a_terminal_lines_come_further_and_further_apart(clock):
+def test_without_a_terminal_the_interval_between_lines_grows(clock):
     out = io.StringIO()
     with Progress(None, console=Console(file=out, width=200)) as p:
         p.started()
@@ -45,7 +45,7 @@ def test_without_a_terminal_lines_come_further_and_further_apart(clock):
     assert 60 <= len(lines) <= 80
 
 
-def test_waiting_is_the_engines_share(clock):
+def test_the_share_of_waiting_is_of_the_engines_time(clock):
     p = Progress(10, console=Console(file=io.StringIO()))
     p.counted({("engine_seconds", ""): 8.0, ("store_wait_seconds", ""): 2.0})
     p.counted({("engine_seconds", ""): 2.0})

@@ -78,7 +78,7 @@ def test_samples_are_spread_over_the_run():
     assert spread(keys, 99) == keys
 
 
-def test_rows_that_are_not_finite_spoil_no_number(small_run: Store):
+def test_non_finite_rows_do_not_affect_the_figures(small_run: Store):
     numbers = gather_states(Run(small_run), ["row-7"], ["row-7"])
     assert numbers is not None
     assert np.isfinite(numbers.norms).all()
@@ -86,7 +86,7 @@ def test_rows_that_are_not_finite_spoil_no_number(small_run: Store):
     assert not np.isfinite(numbers.chosen[0].norms).all()
 
 
-def test_of_very_many_layers_some_are_compared(monkeypatch: pytest.MonkeyPatch):
+def test_only_some_of_many_layers_are_compared(monkeypatch: pytest.MonkeyPatch):
     """A small run may have thousands of layers. A product of [T, L, L] would take gigabytes."""
     store = MemoryStore()
     many = random_sample("a", 100, layer_ids=tuple(range(1000)), hidden_size=2, chunk_tokens=100, odd=False)
@@ -109,7 +109,7 @@ def test_of_very_many_layers_some_are_compared(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-def test_nothing_that_a_user_wrote_becomes_markup(small_run: Store):
+def test_text_of_users_is_escaped_in_the_page(small_run: Store):
     page = write_report(small_run, chosen=[HOSTILE], decode=lambda ids: ["<b>&" for _ in ids])
     assert "<script" not in page
     assert "<b>&" not in page
@@ -148,7 +148,7 @@ def test_a_run_without_samples_gives_a_page_too(tmp_path: Path):
     assert "no heartbeat" in write_report(store)
 
 
-def test_an_attempt_that_never_said_that_it_ended_has_vanished(tmp_path: Path):
+def test_an_attempt_without_a_final_state_is_shown_as_vanished(tmp_path: Path):
     from hsx_dist.format.runs import beat, take_attempt
 
     store = open_store(str(tmp_path / "new"))
@@ -290,7 +290,7 @@ def test_attention_is_drawn_by_the_viewers_model_alone(
         write_report(store, model=str(other))
 
 
-def test_of_many_heads_some_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_some_of_many_heads_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[int, ...]] = []
     monkeypatch.setattr("matplotlib.axes.Axes.imshow", _count_images(drawn))
     patterns = np.tile(np.tri(5, dtype=np.float32), (64, 1, 1))
@@ -365,5 +365,5 @@ def test_a_browser_shows_every_plot_without_an_error_or_a_request(small_run: Sto
     assert seen.requests == [path.as_uri()]
 
 
-def test_no_character_turns_the_text_around_it():
+def test_bidirectional_characters_are_escaped():
     assert escape("<b>\u202egnp\x1b\x9b") == "&lt;b&gt;\\u202egnp\\x1b\\x9b"

@@ -48,7 +48,7 @@ def test_a_damaged_file_is_fetched_again(tmp_path: Path) -> None:
         assert bytes(store.get_ranges("a", RANGES[:1])[0]) == inner.objects["a"][:1000]
 
 
-def test_it_stays_below_its_size(tmp_path: Path) -> None:
+def test_the_cache_stays_below_its_size(tmp_path: Path) -> None:
     inner = filled()
     store = CachedStore(inner, tmp_path / "c", 10_000)
     for r in RANGES:
@@ -79,7 +79,7 @@ def _plant(folder: Path, store: CachedStore, kind: str, victim: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
 @pytest.mark.parametrize("kind", ["fifo", "link", "folder link", "file", "folder"])
-def test_what_another_user_planted_is_neither_read_nor_changed(tmp_path: Path, kind: str) -> None:
+def test_files_of_another_user_are_neither_read_nor_changed(tmp_path: Path, kind: str) -> None:
     inner, folder, victim = filled(), tmp_path / "c", tmp_path / "victim"
     victim.mkdir()
     forged = b"forged" * 100
@@ -96,7 +96,7 @@ def test_what_another_user_planted_is_neither_read_nor_changed(tmp_path: Path, k
     assert {p.name: p.read_bytes() for p in victim.iterdir()} == before
 
 
-def test_its_files_are_this_users_alone(tmp_path: Path) -> None:
+def test_cache_files_are_readable_by_this_user_alone(tmp_path: Path) -> None:
     store = CachedStore(filled(), tmp_path / "c", 1 << 20)
     store.get_ranges("a", RANGES[:1])
     store._evict()
@@ -111,7 +111,7 @@ def read_all(url: str, cache: str, seed: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn"])
-def test_processes_share_it(tmp_path: Path, method: str) -> None:
+def test_processes_share_the_cache(tmp_path: Path, method: str) -> None:
     url, cache = str(tmp_path / "run"), str(tmp_path / "cache")
     samples = [random_sample(f"s{i:02d}", 30, seed=i) for i in range(30)]
     store_run(open_store(url), samples)

@@ -262,7 +262,7 @@ def test_a_loader_with_workers_reads_each_sample_once(url: str, workers: int, co
 
 
 @pytest.mark.parametrize("after", [0, 1, 10, 22, 23])
-def test_an_iteration_goes_on_to_the_sample(url: str, after: int) -> None:
+def test_an_iteration_resumes_at_the_exact_sample(url: str, after: int) -> None:
     def fresh() -> HiddenStatesDataset:
         return HiddenStatesDataset(url, shuffle=True, seed=8)
 
@@ -278,7 +278,7 @@ def test_an_iteration_goes_on_to_the_sample(url: str, after: int) -> None:
     assert [i["key"] for i in other] == whole  # the next epoch is whole again
 
 
-def test_a_state_goes_on_at_another_world_size(url: str) -> None:
+def test_a_state_resumes_at_another_world_size(url: str) -> None:
     def fresh(rank: int, world: int) -> HiddenStatesDataset:
         return HiddenStatesDataset(url, shuffle=True, rank=rank, world_size=world)
 
@@ -305,7 +305,7 @@ def test_a_state_goes_on_at_another_world_size(url: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "mixed", "tokens"])
-def test_a_merged_state_is_merged_again_before_every_rank_has_gone_on(url: str, kind: str) -> None:
+def test_a_merged_state_can_be_merged_again_before_every_rank_resumed(url: str, kind: str) -> None:
     def fresh(rank: int, world: int) -> Any:
         dataset = HiddenStatesDataset(url, layers=[15], shuffle=True, rank=rank, world_size=world)
         return MixedDataset([dataset]) if kind == "mixed" else TokenBatches(dataset, 8) if kind == "tokens" else dataset
@@ -452,7 +452,7 @@ def test_runs_are_mixed_by_weight(url: str, tmp_path: Path) -> None:
         second.load_state_dict({"taken": [1, 2]})
 
 
-def test_a_mixture_goes_on_at_another_world_size(url: str, tmp_path: Path) -> None:
+def test_a_mixture_resumes_at_another_world_size(url: str, tmp_path: Path) -> None:
     other = str(tmp_path / "other")
     store_run(open_store(other), [random_sample(f"o{i}", 4, seed=i) for i in range(40)])
 
@@ -512,7 +512,7 @@ def test_token_batches_hold_every_token_once_and_resume(url: str, only_loss: boo
     assert [b["input_ids"].tolist() for b in loaded] == [b["input_ids"].tolist() for b in whole]
 
 
-def test_repeat_goes_on_with_the_next_epoch(url: str) -> None:
+def test_repeat_continues_with_the_next_epoch(url: str) -> None:
     source = iter(HiddenStatesDataset(url, shuffle=True, repeat=True))
     epochs = [[next(source)["key"] for _ in range(N)] for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1])

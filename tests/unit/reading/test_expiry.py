@@ -58,7 +58,7 @@ def test_only_expired_objects_and_markers_are_found(prefix):
 
 
 @pytest.mark.parametrize("name", [".failed.json", ".conflict.json", "a/.failed.json", "x.safetensors/.conflict.json"])
-def test_a_marker_of_no_object_is_none_and_ends_no_gc(prefix, name, capsys):
+def test_a_marker_without_a_valid_object_name_is_kept_by_gc(prefix, name, capsys):
     (prefix / name).parent.mkdir(exist_ok=True)
     (prefix / name).write_text(json.dumps({"key": "k", "error": "x", "expires": 1000}))
     assert name not in dict(expired(open_store(str(prefix))))
@@ -162,7 +162,7 @@ def test_an_object_in_use_is_tried_again_and_reported(prefix):
     assert not (prefix / "old.safetensors").exists()
 
 
-def test_a_listing_from_which_something_is_concluded_ends_there(with_unreadable_folders):
+def test_a_full_listing_raises_at_an_unreadable_folder(with_unreadable_folders):
     root = with_unreadable_folders
     code = """
 from hsx_dist.errors import Denied
@@ -301,7 +301,7 @@ def test_no_order_of_puts_and_deletes_loses_an_object_that_has_not_expired(tmp_p
     assert any(removed)
 
 
-def test_what_a_server_or_a_reader_holds_stays_with_its_lock(tmp_path):
+def test_objects_locked_by_a_server_or_a_reader_are_kept(tmp_path):
     store = open_store(str(tmp_path))
     put(store, "old", {"expires": 1000})
     lock = tmp_path / "old.safetensors.lock"
@@ -348,7 +348,7 @@ class Refusing(MemoryStore):
 
 
 @pytest.mark.parametrize("kind", [Ignoring, Refusing, lambda: PrefixStore(MemoryStore(), "x")])
-def test_a_store_without_conditional_deletes_is_refused_and_nothing_goes(kind):
+def test_a_store_without_conditional_deletes_is_refused_and_nothing_is_deleted(kind):
     store = kind()
     store_anew(store, "old.error.json", 1000)
     with pytest.raises(StoreError, match=r"expected a store with conditional deletes.*lifecycle rules"):
@@ -375,13 +375,13 @@ def test_probes_check_the_stored_object_and_not_the_answers():
     assert list(store.list()) == []
 
 
-def test_a_probe_leaves_nothing(store):
+def test_a_probe_leaves_no_object(store):
     require_conditional_deletes(store)
     assert list(store.list()) == []
 
 
 @pytest.mark.parametrize("end", ["1" + 400 * "0", "NaN", "true", "[1]", '"1"', "[" * 100_000])
-def test_an_odd_end_is_none(tmp_path, end):
+def test_a_malformed_expiry_time_is_ignored(tmp_path, end):
     (tmp_path / "a.error.json").write_text(f'{{"expires": {end}}}')
     assert list(expired(open_store(str(tmp_path)))) == []
 

@@ -56,7 +56,7 @@ def keys_of(follower: Follower) -> list[str]:
     return found
 
 
-def test_samples_come_as_they_are_proven_and_end_with_the_run(tmp_path: Path) -> None:
+def test_a_follower_yields_samples_as_their_receipts_arrive_and_ends_with_the_run(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "run"))
     write_v1_run(store, {"meaning": {"layers": [2, 15, 30]}})
     first = RunWriter(store, name="v")
@@ -264,7 +264,7 @@ def test_a_part_with_an_unused_copy_of_a_sample_is_kept() -> None:
 
 @pytest.mark.parametrize("consumed", [True, False])
 @pytest.mark.parametrize("request_number", [1, 2, 3])
-def test_a_part_that_goes_while_verify_reads_it(consumed: bool, request_number: int) -> None:
+def test_a_part_is_removed_while_verify_reads_it(consumed: bool, request_number: int) -> None:
     class Removing(MemoryStore):
         """Removes the first part before one of the requests for that part."""
 

@@ -38,7 +38,7 @@ def test_a_driver_that_ends_while_it_is_watched_is_not_called_alive(store: Memor
     assert require_dead(store, sleep=lambda _: beat(store, 1, 2, "finished")) == 1
 
 
-def test_a_beat_a_first_one_or_a_newer_attempt_is_life(store: MemoryStore) -> None:
+def test_a_new_heartbeat_or_attempt_shows_that_a_driver_is_alive(store: MemoryStore) -> None:
     take_attempt(store, {})
     assert observe(store, 9, sleep=lambda _: beat(store, 1, 1, "running")).state == "running"
     with pytest.raises(RunError, match="attempt 1, which is alive"):
@@ -47,7 +47,7 @@ def test_a_beat_a_first_one_or_a_newer_attempt_is_life(store: MemoryStore) -> No
         require_dead(store, sleep=lambda _: take_attempt(store, {}))
 
 
-def test_silence_is_death_after_as_long_as_asked(store: MemoryStore) -> None:
+def test_a_silent_driver_is_dead_after_the_given_time(store: MemoryStore) -> None:
     take_attempt(store, {})
     beat(store, 1, 1, "running")
     slept: list[float] = []

@@ -95,7 +95,7 @@ def test_a_range_of_tokens_and_layers_in_the_order_wanted(cuts: Any, tokens: Any
     assert sample.point("mlp_out", 7, tokens).shape == (len(made.token_ids[span]), 24)
 
 
-def test_hidden_states_next_to_other_points_are_what_they_always_were() -> None:
+def test_hidden_states_do_not_change_when_other_points_are_stored() -> None:
     made = point_sample("a", hidden=True)
     plain = random_sample("p", 9)
     run = run_of([*made.segments(0), whole(plain, 1)])

@@ -194,7 +194,7 @@ def test_set_epoch_between_iter_and_the_first_item_counts(folder: Path, kind: st
 
 
 @pytest.mark.parametrize("kind", ["first", "all", "tokens", "packed"])
-def test_a_look_at_the_data_set_below_moves_nothing(folder: Path, kind: str) -> None:
+def test_reading_the_inner_data_set_does_not_change_the_position(folder: Path, kind: str) -> None:
     found, orders = moments(Case(folder, kind))
     for at in (None, next(at for at in found if at.taken == 2)):
         case, again = Case(folder, kind), Case(folder, kind)

@@ -70,7 +70,7 @@ def test_leaving_early_ends_the_threads() -> None:
         time.sleep(0.001)
 
 
-def test_leaving_waits_for_no_thread() -> None:
+def test_leaving_early_does_not_wait_for_a_thread() -> None:
     """The garbage collector may close an abandoned iteration in a thread that holds a lock of these threads."""
     closed, seen = threading.Event(), []
 

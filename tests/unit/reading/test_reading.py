@@ -260,7 +260,7 @@ def test_one_object_is_loaded_by_its_path(store: Store, codec: Codec) -> None:
         load_hidden_states(several)
 
 
-def test_a_piece_of_a_sample_is_not_taken_for_it(store: Store) -> None:
+def test_a_piece_of_a_sample_is_not_loaded_as_the_sample(store: Store) -> None:
     write(store)
     part = next(o.name for o in store.list("data/"))
     assert load_hidden_states(f"{store.url}/{part}", "short/é")["key"] == "short/é"

@@ -115,7 +115,7 @@ def skipping(store: Paused, folder: Path) -> Any:
 @pytest.mark.parametrize(
     "reader", [follow, verify, status, top, opened, manifest, facts, export, preview], ids=lambda r: r.__name__
 )
-def test_no_reader_concludes_from_a_run_that_is_removed(reader: Callable[..., Any], tmp_path: Path) -> None:
+def test_readers_of_a_run_under_removal_raise(reader: Callable[..., Any], tmp_path: Path) -> None:
     """The removal happens before each of the reader's requests in turn."""
     for at in range(200):
         inner = MemoryStore()

@@ -179,7 +179,7 @@ def test_the_status_of_a_run() -> None:
     assert sorted(store.take()) == sorted([*about, *RECEIPTS])
 
 
-def test_one_look_of_top() -> None:
+def test_one_refresh_of_top_takes_four_requests() -> None:
     store = unfinished_run()
     look(store)
     assert store.take() == ["get run.json", "list attempts/", "get attempts/0001.heartbeat.json", "get run.json"]

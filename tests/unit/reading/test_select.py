@@ -97,7 +97,7 @@ def test_samples_are_selected_by_key_length_split_and_metadata(tmp_path: Path) -
             run.select(**wrong)
 
 
-def test_what_counts_positions_keeps_its_samples_when_the_run_grows(tmp_path: Path) -> None:
+def test_selections_by_position_keep_their_samples_when_the_run_grows(tmp_path: Path) -> None:
     samples = [random_sample(f"s{i}", 5 + i, seed=i) for i in range(12)]
     store = open_store(str(tmp_path))
     start_run(store, {"meaning": {"layers": [2, 15, 30]}})

@@ -36,7 +36,7 @@ def tokens_of(run: Run, layer: int, skip: int = 0) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("skip", [0, 2])
-def test_they_are_what_numpy_finds_over_all_tokens(tmp_path: Path, skip: int) -> None:
+def test_statistics_equal_numpys_over_all_tokens(tmp_path: Path, skip: int) -> None:
     run = run_at(tmp_path)
     store_statistics(run, compute_statistics(run, [30, 2], skip_first=skip))
     found = read_statistics(Run(open_store(str(tmp_path))))
@@ -81,7 +81,7 @@ def test_a_bounded_sample_reads_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_they_are_the_runs_own_and_are_removed_with_it(tmp_path: Path, version: int) -> None:
+def test_statistics_are_stored_in_the_run_and_removed_with_it(tmp_path: Path, version: int) -> None:
     run = run_at(tmp_path, version)
     store_statistics(run, compute_statistics(run, [15]))
     name = statistics_name(15)
@@ -149,7 +149,7 @@ def test_stored_statistics_can_be_read_and_wrong_ones_are_not_stored(tmp_path: P
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_gc_leaves_them_and_removes_what_a_killed_command_left(tmp_path: Path, version: int) -> None:
+def test_gc_keeps_statistics_and_removes_unfinished_files(tmp_path: Path, version: int) -> None:
     from typer.testing import CliRunner
 
     run = run_at(tmp_path, version)
@@ -166,7 +166,7 @@ def test_gc_leaves_them_and_removes_what_a_killed_command_left(tmp_path: Path, v
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_verify_names_damaged_ones_and_no_others(tmp_path: Path, version: int) -> None:
+def test_verify_names_only_damaged_statistics(tmp_path: Path, version: int) -> None:
     run = run_at(tmp_path, version)
     store_statistics(run, compute_statistics(run, [2, 15, 30]))
     run.store.put("statistics/notes.json", [b"another program's"])
@@ -215,7 +215,7 @@ def test_statistics_that_are_damaged_or_of_another_layer_are_refused(
     assert [problem.part for problem in verify_run(run.place.root).problems] == [statistics_name(2)]
 
 
-def test_those_of_earlier_versions_are_read(tmp_path: Path) -> None:
+def test_statistics_of_earlier_versions_are_read(tmp_path: Path) -> None:
     run = run_at(tmp_path, 2)
     store_statistics(run, compute_statistics(run, [2]))
     body = json.loads(run.store.get(statistics_name(2)))

@@ -51,7 +51,7 @@ def test_a_driver_without_new_heartbeats_is_silent_and_a_stopped_one_is_stopped(
     assert run_status(store, sleep=lambda _: beat(store, 1, 8, "stopped: signal")).state == "stopped: signal"
 
 
-def test_before_a_driver_counted_its_rows_nothing_is_claimed(store):
+def test_before_a_driver_has_counted_its_rows_no_total_is_shown(store):
     status = run_status(store, sleep=lambda _: None)
     assert (status.state, status.rows["total"], status.rows["open"]) == ("silent", None, None)
 
@@ -67,6 +67,6 @@ def test_a_complete_run_is_complete_with_any_heartbeat(store, capsys):
     assert "expected at most ### tokens" in capsys.readouterr().out
 
 
-def test_no_run_is_an_error(tmp_path):
+def test_the_status_of_a_missing_run_raises(tmp_path):
     with pytest.raises(RunError):
         run_status(LocalStore(tmp_path))

@@ -82,7 +82,7 @@ def test_segments_that_are_not_one_sample_are_named(parts: list[list[Stored]]) -
 
 
 @pytest.mark.parametrize("parts", BROKEN.values(), ids=BROKEN)
-def test_no_reader_gets_numbers_of_them(parts: list[list[Stored]]) -> None:
+def test_readers_refuse_segments_that_are_not_one_sample(parts: list[list[Stored]]) -> None:
     sample = run_of(parts)["a"]
     columns = parts[0][0][1].columns
     with pytest.raises(FormatError) as e:
@@ -122,7 +122,7 @@ def test_a_mean_has_the_hash_of_the_requests_ids() -> None:
 
 
 @pytest.mark.parametrize("name", ["run.json", "complete"])
-def test_no_flipped_bit_of_a_description_goes_unnoticed(name: str) -> None:
+def test_every_flipped_bit_of_a_description_is_detected(name: str) -> None:
     store = MemoryStore()
     place = store_run(store, [sample()]).place
     name = name if name == "run.json" else f"{place.folder}/{complete_name(1)}"

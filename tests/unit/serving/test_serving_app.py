@@ -59,7 +59,7 @@ def error(answer: Any, status: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer another"}, {"Authorization": API_KEY}])
-def test_without_the_servers_key_nothing_is_answered_and_nothing_reaches_the_engine(tmp_path, headers):
+def test_without_the_servers_key_requests_are_refused_before_the_engine(tmp_path, headers):
     store_sample(tmp_path, random_sample("k"))
     server = outer_server(tmp_path)
     with TestClient(server.app) as guest:
@@ -347,7 +347,7 @@ def test_a_stream_that_fails_has_no_states(tmp_path):
     assert "safetensors" not in answer
 
 
-def test_more_than_the_limit_is_refused_and_can_be_fetched(tmp_path):
+def test_answers_over_the_limit_are_refused_and_their_samples_can_be_fetched(tmp_path):
     server = outer_server(tmp_path, hsx={"inline_bytes": 1 << 10})
     with client(server) as c:
         told = error(c.post("/v1/completions", json=INLINE), 413, "AnswerTooLarge")
@@ -398,7 +398,7 @@ def test_a_sample_that_fails_is_the_answers_error(tmp_path):
         ({"kv_transfer_params": {"hidden_states_token": "last"}}, "kv_transfer_params.hidden_states_token"),
     ],
 )
-def test_what_an_answer_cannot_hold_is_refused_before_the_engine_computes(tmp_path, more, param):
+def test_parameters_that_no_answer_supports_are_refused_before_the_engine_computes(tmp_path, more, param):
     server = outer_server(tmp_path)
     with client(server) as c:
         answer = c.post("/v1/completions", json={**INLINE, **more})
@@ -492,7 +492,7 @@ def call(
 @pytest.mark.parametrize(
     ("method", "path", "body"), [("GET", "/v1/hidden_states/k", None), ("POST", "/v1/completions", INLINE)]
 )
-def test_a_client_that_hangs_up_ends_its_wait(tmp_path, method, path, body):
+def test_a_disconnected_clients_wait_ends(tmp_path, method, path, body):
     async def run() -> list[Any]:
         sent: list[Any] = []
 
@@ -727,7 +727,7 @@ def test_the_body_of_a_get_is_not_kept(tmp_path):
     assert asyncio.run(run())[0]["status"] == 200
 
 
-def test_a_store_that_hangs_does_not_keep_the_process(tmp_path):
+def test_a_hanging_store_does_not_block_the_end_of_the_process(tmp_path):
     source = sample_source.SampleSource(connector_settings(outer_server(tmp_path).app.state.vllm_config))
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("hsx-answer")]
     assert threads
@@ -781,7 +781,7 @@ def test_memory_is_given_in_order_and_never_beyond_the_limit(monkeypatch):
     asyncio.run(run())
 
 
-def test_a_store_that_hangs_is_unavailable(tmp_path, monkeypatch):
+def test_a_hanging_store_gives_the_status_unavailable(tmp_path, monkeypatch):
     monkeypatch.setattr(sample_source, "_STORE_SECONDS", 0.1)
     held = threading.Event()
     monkeypatch.setattr(sample_source, "open_store", lambda *_, **__: held.wait(20))

@@ -83,7 +83,7 @@ def test_large_objects_go_past_the_cache_and_small_ones_do_not(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("answer", [errno.EINVAL, errno.ENOTSUP])
-def test_a_file_system_that_refuses_is_written_to_as_usual(
+def test_a_file_system_without_direct_writes_gets_normal_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int
 ) -> None:
     def refuse(*_: Any) -> int:
@@ -95,7 +95,7 @@ def test_a_file_system_that_refuses_is_written_to_as_usual(
     assert (tmp_path / "a").read_bytes() == view
 
 
-def test_writes_that_are_cut_short_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_direct_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     calls = 0
 

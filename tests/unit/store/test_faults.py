@@ -109,7 +109,7 @@ def test_credentials_that_a_library_quoted_are_removed() -> None:
     assert redact("an%2Fother") == "(not shown)"
 
 
-def test_words_that_say_where_to_look_are_no_secrets() -> None:
+def test_the_word_anonymous_is_not_hidden_as_a_secret() -> None:
     assert Redactor({"token": "anon"}, {})("anonymous caller") == "anonymous caller"
 
 

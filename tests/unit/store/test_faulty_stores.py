@@ -39,7 +39,7 @@ def retrying(store: Store) -> RetryStore:
     return RetryStore(store, RetryPolicy(seconds=5.0, first_pause=0.001))
 
 
-def test_a_strike_meets_what_it_names_and_no_more() -> None:
+def test_a_strike_affects_only_the_named_calls() -> None:
     strike = Strike(PUTS, prefix="data/", after=1, times=2)
     calls = [("put", "data/a"), ("get", "data/a"), ("put", "x"), *[("put_if_absent", "data/b")] * 4]
     assert [strike.meets(verb, name) for verb, name in calls] == [False, False, False, True, True, False, False]
@@ -64,7 +64,7 @@ def test_a_failing_store_fails_before_or_after_the_call() -> None:
         retrying(lost).put_if_absent("a", b"2")
 
 
-def test_what_hangs_goes_through_when_it_is_let_go() -> None:
+def test_hanging_calls_continue_after_a_release() -> None:
     inner = MemoryStore()
     store = HangingStore(inner, Strike({"put"}))
     thread = threading.Thread(target=store.put, args=("a", [b"1"]))

@@ -96,7 +96,7 @@ def test_a_folder_swapped_for_a_link_at_any_moment_loses_nothing(root: Path, vic
     assert refused > 0  # otherwise the test has not seen the link
 
 
-def test_what_a_removal_finds_unfinished_is_inside_the_run(root: Path, victim: Path) -> None:
+def test_unfinished_files_behind_links_are_not_listed(root: Path, victim: Path) -> None:
     (root / "data").symlink_to(victim)
     (root / ".hsx-unfinished-1").symlink_to(victim / "precious")
     (root / "own").mkdir()
@@ -137,7 +137,7 @@ def test_a_removal_of_a_run_empties_no_folder_that_a_link_leads_to(root: Path, v
 
 
 @pytest.mark.parametrize("targets", [[".", "."], ["..", "."]])
-def test_links_in_circles_do_not_make_a_listing_endless(root: Path, targets: list[str]) -> None:
+def test_a_listing_ends_with_circular_links(root: Path, targets: list[str]) -> None:
     (root / "d").mkdir()
     for i, target in enumerate(targets):
         (root / "d" / f"l{i}").symlink_to(target)
@@ -223,7 +223,7 @@ def test_a_private_folder(tmp_path: Path) -> None:
 
 
 @as_root
-def test_an_unprivileged_process_meets_the_same() -> None:
+def test_an_unprivileged_process_is_denied_another_users_folder() -> None:
     """Root passes every permission check. Another user's process shows that the owner checks alone are enough."""
     code = (
         "import os, sys\n"

@@ -69,7 +69,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert store.get("a") == b"abcdefghijklmnop"
 
 
-def test_what_a_killed_process_left_is_not_an_object(tmp_path: Path) -> None:
+def test_unfinished_files_of_a_killed_process_are_not_objects(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.put("d/a", [b"1"])
     (tmp_path / "d" / ".hsx-unfinished-0123").write_bytes(b"half")
@@ -172,7 +172,7 @@ def test_a_put_does_not_wait_for_ever_for_a_delete_that_is_stopped(
     assert _files(tmp_path) == ["a"]
 
 
-def test_a_reader_stops_no_put(tmp_path: Path) -> None:
+def test_a_reader_does_not_block_a_put(tmp_path: Path) -> None:
     """Another user with read permission on an object can lock it for reading."""
     store = LocalStore(tmp_path)
     store.put("a", [b"old"])
@@ -185,7 +185,7 @@ def test_a_reader_stops_no_put(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("renews", [False, True])
-def test_of_two_puts_at_once_the_last_is_not_deleted_as_the_first(
+def test_a_slow_put_waits_while_a_newer_object_is_deleted_or_renewed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renews: bool
 ) -> None:
     """The slow put of C checks A. Another put stores B. Then C must not replace B while B is deleted or renewed."""

@@ -77,7 +77,7 @@ def _retrying(inner: Flaky, seconds: float = 100.0) -> tuple[RetryStore, Clock]:
     return RetryStore(inner, RetryPolicy(seconds=seconds), sleep=clock.sleep, clock=lambda: clock.now), clock
 
 
-def test_what_may_go_through_later_is_repeated() -> None:
+def test_temporary_errors_are_retried() -> None:
     inner = Flaky(Unavailable("busy"), Unavailable("busy"), None)
     store, clock = _retrying(inner)
     store.put("a", [b"1"])
@@ -86,7 +86,7 @@ def test_what_may_go_through_later_is_repeated() -> None:
 
 
 @pytest.mark.parametrize("refusal", [Denied("no"), NotFound("no"), ValueError("no")])
-def test_a_refusal_is_not_repeated(refusal: Exception) -> None:
+def test_a_refusal_is_not_retried(refusal: Exception) -> None:
     inner = Flaky(refusal)
     store, clock = _retrying(inner)
     with pytest.raises(type(refusal), match=r"^no$"):
@@ -103,7 +103,7 @@ def test_retries_end_at_the_time_limit_and_the_error_counts_them() -> None:
     assert max(clock.pauses) <= RetryPolicy.__dataclass_fields__["longest_pause"].default
 
 
-def test_no_seconds_means_once() -> None:
+def test_zero_retry_seconds_means_one_try() -> None:
     inner = Flaky(Unavailable("busy"))
     store, clock = _retrying(inner, 0)
     with pytest.raises(Unavailable, match=r"^busy$"):
@@ -139,7 +139,7 @@ def test_a_create_that_another_won_stays_a_conflict() -> None:
         store.put_if_absent("a", b"mine")
 
 
-def test_a_listing_goes_on_where_it_broke_off() -> None:
+def test_an_interrupted_listing_is_continued() -> None:
     inner = Flaky(None, None, Unavailable("busy"), None, Unavailable("busy"))
     inner.objects = {f"{i}": b"" for i in range(6)}
     store, clock = _retrying(inner)

@@ -89,7 +89,7 @@ def test_any_other_place_is_refused(prefix: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", [None, 3, b"s3://bucket/a/x", ["s3://bucket/a/x"], {}])
-def test_a_place_is_a_text(place: object) -> None:
+def test_a_place_that_is_no_string_is_refused(place: object) -> None:
     with pytest.raises(ConfigError, match="expected a path or URL under it"):
         open_within("s3://bucket/a", place)
 
@@ -198,7 +198,7 @@ def test_links_that_are_swapped_in_after_the_check_are_not_followed(tmp_path: Pa
 
 
 @pytest.mark.parametrize("swap", ["outer", "inner", "object"])
-def test_no_moment_of_a_swap_leads_out(tmp_path: Path, swap: str) -> None:
+def test_a_swapped_folder_never_leads_outside_the_prefix(tmp_path: Path, swap: str) -> None:
     """The swap happens before the n-th call that opens or checks a file, for every n."""
     for step in range(1000):
         prefix, outside = _places(tmp_path / str(step))

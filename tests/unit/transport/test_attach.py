@@ -87,7 +87,7 @@ class Ran:
         return os.mkdir, (self.path,)
 
 
-def test_nothing_that_a_stranger_sends_is_unpickled(server, connect, tmp_path):
+def test_data_of_unauthenticated_connections_is_not_unpickled(server, connect, tmp_path):
     with pytest.raises(AuthenticationError):
         AttachedEnd(server.address, b"a guess", 1 << 20)
     ran = tmp_path / "ran"

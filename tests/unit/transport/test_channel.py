@@ -53,7 +53,7 @@ def test_a_log_record_that_cannot_be_pickled_is_sent_as_text():
         assert (record.name, record.getMessage()) == ("library", "slow: x")
 
 
-def test_a_ring_that_is_half_full_gets_its_room_back_at_once(monkeypatch):
+def test_a_half_full_ring_gets_freed_space_back_at_once(monkeypatch):
     monkeypatch.setattr(channel, "RETURN_LINGER_S", 600)
     ours, theirs = Pipe()
     with ours, theirs:
@@ -64,7 +64,7 @@ def test_a_ring_that_is_half_full_gets_its_room_back_at_once(monkeypatch):
         assert ours.recv() == [("free", 0)]
 
 
-def test_a_message_that_cannot_be_sent_ends_the_connection_so_that_the_engine_waits_for_nothing(capfd):
+def test_a_message_that_cannot_be_sent_closes_the_connection(capfd):
     ours, theirs = Pipe()
     with ours, theirs:
         returns = ReturnQueue(theirs, 100)

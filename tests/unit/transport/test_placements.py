@@ -67,7 +67,7 @@ def test_a_transport_without_work_holds_nothing_of_stored_samples(placement):
     until(lambda: not any(ref() is not None for ref in held))
 
 
-def test_a_page_that_was_not_copied_costs_its_sample_alone(placement):
+def test_a_page_that_was_not_copied_fails_its_sample_alone(placement):
     def broken() -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
@@ -82,7 +82,7 @@ def test_a_page_that_was_not_copied_costs_its_sample_alone(placement):
     assert {s.key: s.reason is None for s in placement.shipped} == {"a": False, "b": True}
 
 
-def test_a_page_that_cannot_be_read_costs_its_sample_alone(placement, monkeypatch):
+def test_a_page_that_cannot_be_read_fails_its_sample_alone(placement, monkeypatch):
     """All pages are in one call. The process that reads the bad page finds it outside the ring."""
     pages = {key: next(placement.pages(key, some())) for key in ("a", "bad", "c")}
     if placement.name == "inline":
@@ -106,7 +106,7 @@ def test_a_page_that_cannot_be_read_costs_its_sample_alone(placement, monkeypatc
 
 
 @pytest.mark.parametrize("placement", ["attach", "spawn"], indirect=True)
-def test_a_page_that_cannot_cross_a_process_border_costs_its_sample_alone(placement):
+def test_a_page_that_cannot_be_pickled_fails_its_sample_alone(placement):
     pages = [
         page
         for key in ("a", "bad", "c")
@@ -162,7 +162,7 @@ class Refusing:
 
 
 @pytest.mark.parametrize("place", [inline, attach], ids=["inline", "attach"])
-def test_pages_that_the_sender_refuses_are_reported_and_their_places_come_back_once(tmp_path, place):
+def test_pages_that_the_sender_refuses_are_reported_and_freed_once(tmp_path, place):
     made = []
 
     def wrap(sender):
@@ -194,7 +194,7 @@ def test_pages_of_an_engine_that_ends_are_stored(placement):
     assert all(outcome == [None] for outcome in placement.outcomes.values())
 
 
-def test_the_end_is_not_waited_for_longer_than_asked(tmp_path):
+def test_closing_waits_no_longer_than_its_time_limit(tmp_path):
     go = threading.Event()
 
     class Hanging:
@@ -231,7 +231,7 @@ sys.stdin.read()
 """
 
 
-def test_when_an_attached_process_is_killed_the_engine_gets_its_ring_back_and_ends(tmp_path, caplog):
+def test_a_killed_attached_process_frees_the_engines_ring(tmp_path, caplog):
     """The engine runs on for a moment. Its steps must not wait for slots that no process frees."""
     with subprocess.Popen([sys.executable, "-c", LISTENING], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as peer:
         assert peer.stdout is not None

@@ -14,7 +14,7 @@ def test_allocations_are_aligned_and_do_not_overlap():
     assert ring.allocate(1) is None
 
 
-def test_what_can_never_fit_is_an_error_and_not_a_wait():
+def test_allocations_larger_than_the_ring_raise():
     with pytest.raises(ValueError, match="expected at most 1024 bytes"):
         Ring(1024).allocate(1025)
 
@@ -30,7 +30,7 @@ def test_space_is_freed_in_order_of_allocation():
     assert ring.allocate(256) == 0
 
 
-def test_wrapping_never_hands_out_live_bytes():
+def test_a_wrapped_ring_never_allocates_bytes_in_use():
     rng = random.Random(7)
     ring = Ring(64 * ALIGN)
     live: dict[int, int] = {}

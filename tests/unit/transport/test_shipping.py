@@ -41,7 +41,7 @@ def test_small_pages_wait_for_one_another():
     assert thread.calls.get(timeout=60) == ["k0", "k1", "k2"]
 
 
-def test_of_copies_that_end_in_order_the_last_is_waited_for_first():
+def test_the_last_of_ordered_copies_is_waited_for_first():
     thread, asked = Thread(least_bytes=100, linger_s=FOREVER), []
 
     def ready(name: str) -> None:
@@ -94,19 +94,19 @@ def test_large_pages_are_sent_at_once():
     assert thread.calls.get(timeout=60) == ["k0"]
 
 
-def test_a_lone_small_page_goes_after_a_while():
+def test_a_lone_small_page_is_sent_after_a_delay():
     thread = Thread(least_bytes=100, linger_s=0.01)
     thread.thread.put(page(0, 40))
     assert thread.calls.get(timeout=60) == ["k0"]
 
 
-def test_news_without_pages_wait_for_nothing():
+def test_messages_without_pages_are_sent_at_once():
     thread = Thread(least_bytes=100, linger_s=FOREVER)
     thread.thread.put(Shipped("skipped", "too short"))
     assert thread.calls.get(timeout=60) == ["skipped"]
 
 
-def test_the_end_waits_for_nothing():
+def test_closing_sends_waiting_pages_at_once():
     thread = Thread(least_bytes=100, linger_s=FOREVER)
     thread.thread.put(page(0, 40))
     assert thread.thread.close(60)

@@ -73,7 +73,7 @@ def pid() -> int:
     return found
 
 
-def test_the_process_is_no_engines_equal_where_they_share_cores_and_ends_with_it(outlet):
+def test_the_process_has_low_priority_on_shared_cores_and_ends_with_its_engine(outlet):
     process = pid()
     assert psutil.Process(process).nice() > psutil.Process().nice()
     outlet.close(10)
@@ -135,7 +135,7 @@ def test_later_pages_of_a_lost_sample_are_dropped(outlet, tmp_path):
     np.testing.assert_array_equal(states_of(tmp_path, "a"), some())
 
 
-def test_while_it_cannot_be_started_samples_fail_at_once(outlet, tmp_path, monkeypatch):
+def test_samples_fail_at_once_while_the_process_cannot_start(outlet, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     os.kill(pid(), signal.SIGKILL)
     for i in range(2):
@@ -205,7 +205,7 @@ class _Raising(logging.Handler):
         raise OSError("disk full")
 
 
-def test_a_log_handler_that_raises_costs_its_line(outlet, tmp_path):
+def test_a_log_handler_that_raises_loses_only_its_line(outlet, tmp_path):
     handler = _Raising(logging.WARNING)
     logging.getLogger().addHandler(handler)
     try:
@@ -219,7 +219,7 @@ def test_a_log_handler_that_raises_costs_its_line(outlet, tmp_path):
     np.testing.assert_array_equal(states_of(tmp_path, "b"), some())
 
 
-def test_it_runs_nothing_of_the_folder_that_its_engine_was_started_in(tmp_path, monkeypatch):
+def test_the_process_imports_nothing_from_the_engines_working_folder(tmp_path, monkeypatch):
     (tmp_path / "uuid.py").write_text("raise RuntimeError('not to be run')")
     monkeypatch.chdir(tmp_path)
     outlet = outlet_on(tmp_path, apart=True)
@@ -286,7 +286,7 @@ def test_it_stores_what_it_has_when_the_engine_is_killed_and_ends(tmp_path):
         np.testing.assert_array_equal(states_of(tmp_path, f"k{i}"), some(seed=i))
 
 
-def test_the_end_is_not_waited_for_longer_than_asked(tmp_path, caplog, monkeypatch):
+def test_closing_waits_no_longer_than_its_time_limit(tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_TEST", "not-to-be-seen")
     with socket.create_server(("127.0.0.1", 0), backlog=16) as silent:
         outlet = outlet_on(
@@ -308,7 +308,7 @@ def test_the_end_is_not_waited_for_longer_than_asked(tmp_path, caplog, monkeypat
     assert not psutil.pid_exists(process)
 
 
-def test_its_log_lines_are_the_engines(outlet, caplog):
+def test_log_lines_of_the_process_reach_the_engines_log(outlet, caplog):
     states = some()
     states[0, 1, 1] = np.nan
     with caplog.at_level(logging.WARNING):
@@ -333,7 +333,7 @@ def spec(tmp_path, **changes) -> WriterProcessSpec:
     return replace(WriterProcessSpec(str(tmp_path), {}, options, 1, 1 << 20, 4.0), **changes)
 
 
-def test_what_keeps_it_from_starting_is_an_error_that_says_it(tmp_path, monkeypatch):
+def test_the_reason_of_a_failed_start_is_in_the_error(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="without credentials"):
         sender_of(spec(tmp_path, url="s3://user:word@bucket/x"))
     monkeypatch.setattr("sys.executable", "/bin/false")

@@ -31,7 +31,7 @@ def empty(order: str, padding: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("order", ["LTH", "TLH"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_as_vllm_does(order: str, padding: int, dtype: torch.dtype) -> None:
+def test_cache_writes_equal_those_of_vllm(order: str, padding: int, dtype: torch.dtype) -> None:
     ours, theirs = empty(order, padding), empty(order, padding)
     slots = (torch.randperm((BLOCKS - 1) * BLOCK)[:17] + BLOCK).to(dtype)
     layers = [torch.randn(len(slots), HIDDEN) for _ in range(LAYERS)]
@@ -40,7 +40,7 @@ def test_as_vllm_does(order: str, padding: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_padding_goes_to_the_block_that_is_nobodys() -> None:
+def test_padding_is_written_to_the_unused_block() -> None:
     cache = empty("LTH")
     slots = torch.tensor([9, -1, -1])
     write_rows(cache, slots, [torch.ones(3, HIDDEN)] * LAYERS)

@@ -34,13 +34,13 @@ def test_small_pages_fill_a_call_before_the_next_writer_gets_one():
     assert calls(8, CALL_BYTES // 4) == [CALL_BYTES] * 2
 
 
-def test_a_writer_that_was_never_heard_of_here_is_preferred_to_others_elsewhere():
+def test_a_local_writer_without_an_answer_is_preferred_to_remote_writers():
     sender = RaySender([("here", "mine"), *(("there", f"writer {i}") for i in range(3))], print, node="here")
     routed = sender._routed(pages(8, CALL_BYTES // 4))
     assert [(writer.actor, len(batch)) for writer, batch in routed] == [("mine", 8)]
 
 
-def test_credit_that_is_old_is_no_longer_believed(monkeypatch):
+def test_old_credit_is_ignored(monkeypatch):
     sender = RaySender([("here", "mine")], print, node="here")
     (writer,) = sender._writers
     writer.credit, writer.asked, writer.answered = 1 << 30, True, time.monotonic()

@@ -24,7 +24,7 @@ from tests.harness.runs import write_v1_run
 from tests.unit.writers.small_samples import check_readable, options, pages
 
 
-def test_what_pages_carry_is_stored_and_no_receipt_keeps_it(store):
+def test_metadata_of_pages_is_stored_in_parts_and_not_in_receipts(store):
     """Metadata and masks are in the part. A driver holds millions of receipts, so receipts have neither."""
     events = []
     sink = PartSink(store, options(), events.append)
@@ -66,7 +66,7 @@ def test_added_pages_get_receipts_and_are_readable(store):
         check_readable(store, manifest, key, n)
 
 
-def test_pages_of_a_segment_may_come_in_any_order(store):
+def test_pages_of_a_segment_can_be_added_in_any_order(store):
     sink = PartSink(store, options(), lambda _: None)
     shuffled = pages("k", 300)
     np.random.default_rng(1).shuffle(shuffled)
@@ -127,7 +127,7 @@ def test_a_row_that_is_computed_again_is_not_mixed_with_what_its_dead_engine_lef
     check_readable(store, load_manifest(store), "k", 100)
 
 
-def test_a_newer_attempt_fences_the_sink_off(store):
+def test_a_newer_attempt_fences_the_sink(store):
     events = []
     sink = PartSink(store, options(), events.append)
     for page in pages("k", 40):
@@ -239,7 +239,7 @@ def test_without_a_run_two_copies_of_a_sample_are_both_stored_and_reported(tmp_p
     assert sink.held_bytes == 0
 
 
-def test_a_segment_that_no_part_can_hold_costs_itself_alone(store, monkeypatch):
+def test_a_segment_larger_than_a_part_fails_alone(store, monkeypatch):
     """Its part's other segments are stored after any error of the bad one."""
     whole = sink_module.build_part
 

@@ -94,7 +94,7 @@ def test_verify_finds_a_part_that_the_store_did_not_keep(store, liar):
     assert {p.part for p in report.problems} == {receipts[1].part}
 
 
-def test_a_store_that_hangs_holds_the_sender_up_and_loses_nothing(store):
+def test_a_hanging_store_blocks_the_sender_and_loses_no_sample(store):
     hanging = HangingStore(store, Strike({"put"}))
     held = options(part_bytes=1, max_bytes=4 * pages("k", 5)[0].nbytes)
     events = []
@@ -118,7 +118,7 @@ def test_a_store_that_hangs_holds_the_sender_up_and_loses_nothing(store):
     assert len(events) == len(load_manifest(store).samples) == 12
 
 
-def test_a_page_that_cannot_be_encoded_costs_its_sample_alone_and_leaves_nothing_behind(store, monkeypatch):
+def test_a_page_that_cannot_be_encoded_fails_its_sample_alone_and_frees_its_memory(store, monkeypatch):
     """The bad page may be any page of its sample, and the sample's other pages still follow."""
     told = []
     sink = PartSink(store, options(attempt=0, layout="sample"), told.append)
@@ -151,7 +151,7 @@ def named(key, n, *, seed):
     return [replace(p, segment=replace(p.segment, name="p.bin", source=key)) for p in pages(key, n, seed=seed)]
 
 
-def test_of_two_that_are_stored_under_one_path_the_later_one_stays(store):
+def test_the_later_of_two_samples_under_one_path_is_kept(store):
     """Also if the earlier one's put takes longer, or begins later."""
     slow = HangingStore(store, Strike({"put"}, times=1))
     told = []
@@ -205,7 +205,7 @@ class ClingingStore(WrappedStore):
             raise kept from None
 
 
-def test_of_two_under_one_path_the_later_one_stays_though_it_overtakes_the_earlier_one(store):
+def test_the_later_sample_under_a_path_is_kept_if_it_overtakes_the_earlier(store):
     """The earlier one's page waits for room. The later one's page is small enough to be accepted at once."""
     (fills,), (large,), (small,) = pages("x", 16), named("a", 16, seed=1), named("b", 1, seed=2)
     data = small.data[:, :1].copy()
@@ -277,7 +277,7 @@ def test_a_sample_larger_than_the_budget_is_held_alone(store):
     assert sink._blocks.nbytes <= 1
 
 
-def test_who_looks_for_old_segments_keeps_none(store):
+def test_the_check_for_old_segments_keeps_no_reference(store):
     sink = PartSink(store, options(part_seconds=0.04), lambda _: None)
     first, *rest = pages("k", 20)
     sink.add(first)
@@ -331,7 +331,7 @@ def test_a_sample_that_is_to_live_longer_replaces_no_other_that_was_stored_meanw
 
 
 @pytest.mark.parametrize("kind", ["folder", "broken link"])
-def test_a_name_that_no_put_can_take_and_no_read_finds_costs_its_sample_alone(tmp_path, kind):
+def test_a_name_that_no_put_accepts_fails_its_sample_alone(tmp_path, kind):
     """Another user can make such a name. The writers must not retry it for ever."""
     if kind == "folder":
         (tmp_path / "k.safetensors").mkdir()

@@ -66,7 +66,7 @@ def test_every_engine_setting_is_planned_with_a_unique_name():
         assert any(c.direct for c in planned)
 
 
-def test_what_a_machine_cannot_do_is_not_tried():
+def test_cases_that_the_machine_does_not_support_are_skipped():
     assert cannot(Case(), 0, 2) == ""
     assert "CPU" in cannot(Case(asynchronous=True), 0, 2)
     assert "GPU" in cannot(Case(v2=True), 0, 2)
