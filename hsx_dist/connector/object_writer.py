@@ -20,6 +20,7 @@ from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.markers import OBJECT
 from hsx_dist.format.receipt import Receipt
+from hsx_dist.format.runs import require_conditional_puts
 from hsx_dist.logger import get_logger
 from hsx_dist.models.weights import folder_weights, hub_commit
 from hsx_dist.observe.metrics import Meter
@@ -369,7 +370,8 @@ def store_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> StoreOut
     """Build the outlet of a bare connector.
 
     Raises:
-        StoreError: the store at ``output`` cannot be opened.
+        StoreError: the store at ``output`` cannot be opened, written or read.
+        ConfigError: the store replaces existing objects, so that a used key would lose its sample.
     """
     import vllm
 
@@ -389,6 +391,7 @@ def store_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> StoreOut
     with any_core():  # otherwise encoding and storing run on the engine's core
         # Opened in this process too, so that the engine's start fails on a wrong URL or missing access.
         store = open_store(settings.output, settings.storage_options, on_retry=meter.retried)
+        require_conditional_puts(store)
         # A memory:// store exists in one process only.
         apart = settings.transport == "spawn" and not settings.output.startswith("memory:")
         return StoreOutlet(

@@ -24,16 +24,18 @@ log = get_logger(__name__)
 _OF_CONNECTORS = {PARAMS, "ec_transfer_params"}
 #: Levels of another value of ``extra_args``. vLLM allows schemas 64 levels. Pickle raises at about 500 levels.
 MAX_DEPTH = 100
+#: Lists and objects in such a value: the check visits each within the engine's step.
+MAX_CONTAINERS = 10_000
 
 
 def withhold_from_workers(scheduler_output: SchedulerOutput) -> None:
-    """Remove connectors' parameters and values nested deeper than ``MAX_DEPTH`` from a step's new requests."""
+    """Remove connectors' parameters, and values above ``MAX_DEPTH`` or ``MAX_CONTAINERS``, from a step's new requests."""
     for new in scheduler_output.scheduled_new_reqs:
         params = new.sampling_params
         extra = params.extra_args if params is not None else None
         if not extra:
             continue
-        kept = {k: v for k, v in extra.items() if k not in _OF_CONNECTORS and not is_deeper(v, MAX_DEPTH)}
+        kept = {k: v for k, v in extra.items() if k not in _OF_CONNECTORS and not is_deeper(v, MAX_DEPTH, MAX_CONTAINERS)}
         if len(kept) == len(extra):
             continue
         if extra.keys() - kept.keys() - _OF_CONNECTORS:
@@ -44,4 +46,9 @@ def withhold_from_workers(scheduler_output: SchedulerOutput) -> None:
 
 @cache
 def _warn_once() -> None:  # a client may send many such requests
-    log.warning("extra_args nested deeper than %d levels are ignored: pickling them would end the engine", MAX_DEPTH)
+    log.warning(
+        "values of extra_args with more than %d levels or %d lists and objects are ignored: vLLM pickles them within the "
+        "engine's step, and deep ones would end the engine",
+        MAX_DEPTH,
+        MAX_CONTAINERS,
+    )

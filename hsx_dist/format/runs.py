@@ -127,8 +127,10 @@ def _close(store: Store, attempt: int, by: int) -> None:
     store.put(closed_name(attempt), [dump_json({"by": by})])
 
 
-def require_conditional_puts(store: Store) -> None:
-    """Check that the store refuses a second put of one name. Attempts, receipts and seals depend on it.
+def require_conditional_puts(store: Store, hint: str = "") -> None:
+    """Check that the store refuses a second put of one name. Attempts, receipts, seals and clients' keys depend on it.
+
+    ``hint``: ends the error's message.
 
     Raises:
         ConfigError: the store replaces the object.
@@ -153,8 +155,7 @@ def require_conditional_puts(store: Store) -> None:
             store.delete(name)
     raise ConfigError(
         f"{store.url}: expected a store that refuses to create an object twice (If-None-Match), got {said}: two "
-        "drivers could both hold an attempt, and lose rows. Use a store with conditional puts. To finish an existing "
-        "run in a store that ignores the condition, set store.single_driver=true, and run one driver at a time"
+        f"processes could replace each other's objects, and lose samples. Use a store with conditional puts{hint}"
     )
 
 

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 from zipfile import ZIP_DEFLATED, ZIP_STORED
@@ -16,6 +17,7 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
+from fsspec.utils import glob_translate
 
 from hsx_dist.config import InputConfig, is_local, public_url
 from hsx_dist.errors import ConfigError
@@ -36,6 +38,7 @@ _FORMATS: dict[str, Format] = {
 }  # fmt: skip
 _LINES = ("jsonl", "text")
 _ARCHIVES = frozenset({".zip", ".tar", ".lz4", ".sz", ".snappy"})
+_REFUSED = re.compile(rf"({'|'.join(map(re.escape, _ARCHIVES))})$", re.IGNORECASE)
 #: fsspec cannot open these in bounded memory: tarfile reads as much as a header claims, and references name any file.
 _UNBOUNDED = frozenset({"tar", "libarchive", "reference"})
 #: Files that Hugging Face's ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` write into their folders.
@@ -139,9 +142,8 @@ def _find(config: InputConfig, shown: str) -> Input:
     except FileNotFoundError:
         if not re.search(r"[*?\[]", config.path) or path.startswith(("http://", "https://")):
             raise
-        base = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0]  # type: ignore[union-attr]
-        found = fs.glob(path, detail=True)
-        sources = _of_many(config, fs, {p: i["type"] for p, i in found.items()}, base)
+        base = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0] or path[: path.startswith("/")]  # type: ignore[union-attr]
+        sources = _of_many(config, fs, _listed(fs, base, path[len(base) :].strip("/")), base)
     else:
         if kind == "directory":
             sources = _of_folder(config, fs, path)
@@ -190,7 +192,46 @@ def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
                 f"input.path: expected the folder of a saved data set, with {_STATE} or {_SPLITS}, got one without at "
                 f"{public_url(config.path)}. Save it with save_to_disk, or set another input.format"
             )
-    return _of_many(config, fs, {p: i["type"] for p, i in fs.find(folder, detail=True).items()}, folder)
+    found = _listed(fs, folder, "**")
+    return _of_many(config, fs, {path: kind for path, kind in found.items() if kind != "directory"}, folder)
+
+
+def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
+    """Return the types of the files and folders below ``base`` that match a glob, by path.
+
+    Names that begin with ``.`` or ``_`` are left out: other programs add them (_SUCCESS, .crc, .ipynb_checkpoints).
+    Not by ``fs.find`` or ``fs.glob``: they silently omit a folder whose listing fails.
+
+    Raises:
+        ConfigError: a folder cannot be listed, or a link leads to a folder.
+    """
+    fs.invalidate_cache()  # of an earlier listing in this process
+    steps = pattern.split("/")
+    # Level i of the folders is compared with the first i steps, up to the first ``**``.
+    plain = next((i for i, step in enumerate(steps) if "**" in step), len(steps))
+    matches = [re.compile(glob_translate("/".join(steps[: i + 1]))).match for i in range(len(steps))]
+    found, todo = {}, [(base, 0)]
+    while todo:
+        folder, level = todo.pop()
+        shown = public_url(folder)
+        for info in _with_config_errors(partial(fs.ls, folder, detail=True), shown):
+            path = info["name"].rstrip("/")
+            name = path.removeprefix(base).strip("/")
+            if path in (folder, base) or path in found or name.rpartition("/")[2].startswith((".", "_")):
+                continue
+            is_folder, is_match = info["type"] == "directory", matches[-1](name) is not None
+            deeper = level >= plain or (level + 1 < len(steps) and matches[level](name) is not None)
+            is_link = info.get("islink") or info["type"] not in ("file", "directory")
+            if is_link and (is_match or deeper) and fs.isdir(path):
+                raise ConfigError(
+                    f"input.path: expected files and folders in {shown}, got {public_url(path)}, a link to a folder. Replace "
+                    "the link by its folder, or use a glob that does not match it"
+                )
+            if is_match:
+                found[path] = info["type"]
+            if is_folder and deeper:
+                todo.append((path, level + 1))
+    return found
 
 
 def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> list[InputSource]:
@@ -198,8 +239,6 @@ def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> 
     for path, kind in sorted(found.items()):
         # The links of a web page may be signed. Keys are made of names, and must not have a signature.
         name = public_url(path).removeprefix(public_url(base)).strip("/")
-        if any(part.startswith((".", "_")) for part in name.split("/")):
-            continue  # files that other programs add: _SUCCESS, .crc, .ipynb_checkpoints
         if kind == "directory":
             if config.format in ("auto", "dataset") and fs.exists(f"{path}/{_STATE}"):
                 sources.append(_saved(fs, path, name))
@@ -301,8 +340,11 @@ def _json(fs: Any, path: str) -> dict[str, Any]:
 
 
 def _format(path: str, asked: str) -> Format | None:
-    """Return the format of a file, or None for a file that is not part of the input."""
-    known = _FORMATS.get(_suffix(path))
+    """Return the format of a file, or None for a file that is not part of the input.
+
+    ``rows.jsonl.lz4`` has the format of ``rows.jsonl``: opening it raises an error that names the known compressions.
+    """
+    known = _FORMATS.get(_suffix(_REFUSED.sub("", public_url(path))))
     if asked == "auto":
         return known
     if asked == "dataset":
@@ -333,15 +375,15 @@ def _with_config_errors(do: Callable[[], _T], shown: str) -> _T:
     except (ConfigError, MemoryError):
         raise
     except FileNotFoundError:
-        came, todo = "no such file or bucket", "check the path"
+        came, todo = "no such file or bucket", "Check the path"
     except PermissionError:
-        came, todo = "a refusal", "check the credentials (environment, profile, or input.storage_options)"
+        came, todo = "a refusal", "Check the file's mode, or the credentials (input.storage_options)"
     except ImportError as e:
-        came, todo = f"no support for its scheme ({e.name or 'a package'} is missing)", "install the extra s3 or gcs"
+        came, todo = f"no support for its scheme ({e.name or 'a package'} is missing)", "Install the extra s3 or gcs"
     except Exception as e:  # noqa: BLE001 (all errors of back ends: raised before anything starts, without their text)
         known = isinstance(e, OSError) and e.strerror
         came, todo = (
             (str(known) if known else type(e).__name__),
-            "check the URL, the endpoint and input.storage_options",
+            "Check the URL, the endpoint and input.storage_options",
         )
-    raise ConfigError(f"input.path: expected a readable input at {shown}, got {came}; {todo}")
+    raise ConfigError(f"input.path: expected a readable input at {shown}, got {came}. {todo}")

@@ -68,6 +68,12 @@ def open_or_start_run(config: ExtractConfig, root: Store, meaning: dict[str, Any
         return place, load_manifest(place.store)
 
 
+_SINGLE_DRIVER = (
+    ". To finish an existing run in a store that ignores the condition, set store.single_driver=true, and run one "
+    "driver at a time"
+)
+
+
 def begin_attempt(config: ExtractConfig, place: Place) -> int:
     """Take the run's next attempt. Earlier drivers and writers are fenced.
 
@@ -77,7 +83,7 @@ def begin_attempt(config: ExtractConfig, place: Place) -> int:
         StoreError: the store failed.
     """
     if not config.store.single_driver:
-        require_conditional_puts(place.store)
+        require_conditional_puts(place.store, _SINGLE_DRIVER)
     about = {"host": os.uname().nodename, "pid": os.getpid(), "settings": config.public()}
     attempt = take_attempt(place.store, about)
     require_not_removed(place)

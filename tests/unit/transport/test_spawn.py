@@ -26,6 +26,7 @@ from hsx_dist.errors import ConfigError, EngineError, SampleFailed
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page, Segment
+from hsx_dist.store.local import LocalStore
 from hsx_dist.transport import remote_sender
 from hsx_dist.transport.channel import Peer
 from hsx_dist.transport.remote_sender import RemoteSender
@@ -361,6 +362,14 @@ def test_which_bare_connectors_start_a_process(tmp_path, given, expected):
         assert len(pids()) == expected
     finally:
         outlet.close(10)
+
+
+def test_a_store_that_replaces_the_sample_of_a_used_key_is_refused_at_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalStore, "put_if_absent", lambda self, name, data: self.put(name, [data]))
+    settings = read_connector_config({"hsx": {"output": str(tmp_path), "in_flight_bytes": 1 << 20}})
+    with pytest.raises(ConfigError, match="got a store that replaces it"):
+        store_outlet(settings, _Config)
+    assert not pids()
 
 
 def test_it_runs_where_its_starter_was_allowed_to_run_not_where_the_engine_is(tmp_path, monkeypatch):
