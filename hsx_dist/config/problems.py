@@ -41,7 +41,10 @@ def _lines(problem: Any, model: type[BaseModel], hidden: Collection[str]) -> Ite
     elif kind == "missing":
         yield f"{field}: expected a value, got nothing. Set it"
     elif kind == "value_error":
-        for line in str(problem["ctx"]["error"]).splitlines():
+        given, text = problem["input"], str(problem["ctx"]["error"])
+        if isinstance(given, str) and has_credentials(given):
+            text = text.replace(repr(given), _shown_value(given, loc, hidden))
+        for line in text.splitlines():
             # A check of several fields names each of them itself.
             yield line if line.partition(":")[0].partition(".")[0] in model.model_fields else f"{field}: {line}"
     else:
@@ -54,6 +57,8 @@ def _lines(problem: Any, model: type[BaseModel], hidden: Collection[str]) -> Ite
         )
         came = _shown_value(problem["input"], loc, hidden)
         members = _fields_at(model, loc) if kind == "model_type" else []
+        if kind in ("model_type", "dict_type") and "=" in came:
+            came = "a text"  # such as token=…
         if members:
             expected, todo = "a group of settings", f"Set its members, such as {field}.{members[0]}"
         elif kind == "string_type" and isinstance(problem["input"], (int, float)):

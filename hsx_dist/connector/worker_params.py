@@ -29,13 +29,15 @@ MAX_CONTAINERS = 10_000
 
 
 def withhold_from_workers(scheduler_output: SchedulerOutput) -> None:
-    """Remove connectors' parameters, and values above ``MAX_DEPTH`` or ``MAX_CONTAINERS``, from a step's new requests."""
+    """Remove connectors' parameters, deep values and values of many containers from a step's new requests."""
     for new in scheduler_output.scheduled_new_reqs:
         params = new.sampling_params
         extra = params.extra_args if params is not None else None
         if not extra:
             continue
-        kept = {k: v for k, v in extra.items() if k not in _OF_CONNECTORS and not is_deeper(v, MAX_DEPTH, MAX_CONTAINERS)}
+        kept = {
+            k: v for k, v in extra.items() if k not in _OF_CONNECTORS and not is_deeper(v, MAX_DEPTH, MAX_CONTAINERS)
+        }
         if len(kept) == len(extra):
             continue
         if extra.keys() - kept.keys() - _OF_CONNECTORS:
@@ -47,8 +49,8 @@ def withhold_from_workers(scheduler_output: SchedulerOutput) -> None:
 @cache
 def _warn_once() -> None:  # a client may send many such requests
     log.warning(
-        "values of extra_args with more than %d levels or %d lists and objects are ignored: vLLM pickles them within the "
-        "engine's step, and deep ones would end the engine",
+        "values of extra_args with more than %d levels, or %d lists and objects, are ignored: vLLM pickles them within "
+        "the engine's step, and deep ones would end the engine",
         MAX_DEPTH,
         MAX_CONTAINERS,
     )

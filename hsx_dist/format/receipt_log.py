@@ -164,8 +164,8 @@ class LogReader:
         return _before_seals(store, self._new(store), self._read)
 
     def _new(self, store: Store) -> Iterator[ObjectInfo]:
-        # "~" sorts after every writer's name.
-        after = f"manifest/{self._after:04d}/~" if 0 < self._after < 9999 else None
+        # "~" sorts after every writer's name. From 1000 on, later attempts may sort earlier: 10000 is before 1001.
+        after = f"manifest/{self._after:04d}/~" if 0 < self._after < 1000 else None
         while True:
             log, known = None, 0
             for info in store.list("manifest/", after=after):

@@ -159,7 +159,9 @@ def _find(config: InputConfig, shown: str) -> Input:
             f"input.path: expected files of rows at {shown}, got none. Name them (jsonl, txt, parquet, arrow; or "
             "set input.format)"
         )
-    if twice := sorted(label for label, count in Counter(s.label for s in sources).items() if count > 1):
+    # As in the keys of refused rows, where invalid bytes of a name are escaped.
+    labels = Counter(s.label.encode("utf-8", "backslashreplace").decode() for s in sources)
+    if twice := sorted(label for label, count in labels.items() if count > 1):
         raise ConfigError(
             f"input.path: expected files of different names, got several {twice[0]!r} at {shown}, whose rows would "
             "have the same keys. Name one kind of them (a glob such as *.jsonl)"
@@ -224,8 +226,8 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
             is_link = info.get("islink") or info["type"] not in ("file", "directory")
             if is_link and (is_match or deeper) and fs.isdir(path):
                 raise ConfigError(
-                    f"input.path: expected files and folders in {shown}, got {public_url(path)}, a link to a folder. Replace "
-                    "the link by its folder, or use a glob that does not match it"
+                    f"input.path: expected files and folders in {shown}, got {public_url(path)}, a link to a folder. "
+                    "Replace the link by its folder, or use a glob that does not match it"
                 )
             if is_match:
                 found[path] = info["type"]

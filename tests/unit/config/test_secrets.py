@@ -498,3 +498,21 @@ def test_numbers_are_credentials_only_among_storage_options() -> None:
 def test_names_of_settings_show_no_credentials() -> None:
     hidden = {"additional_config": {f"https://user:{SECRET}@host/x": 1}}
     assert SECRET not in json.dumps([hide_secrets(hidden), compared_form(hidden)])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"engine_kwargs": f"hf_token={SECRET}"},
+        {"store": f"secret={SECRET}"},
+        {"store": {"storage_options": f"key={SECRET}"}},
+        {"replica": {"env": f"A={SECRET}"}},
+        {"codec": f"https://u:{SECRET}@h"},
+        {"deadline": f"https://u:{SECRET}@h"},
+        {"store": {"retry_seconds": f"https://u:{SECRET}@h"}},
+    ],
+)
+def test_errors_of_wrong_types_show_no_credentials(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r": expected .*, got .*\. ") as e:
+        load_config(None, (), **{"model": "m", "output": "o", "layers": [1], **settings})
+    assert SECRET not in str(e.value)

@@ -37,6 +37,15 @@ def test_a_log_numbers_its_receipts_and_a_lost_answer_is_no_gap() -> None:
     assert [r.created for r in LogReader().read(store)] == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize(("after", "later"), [(7, 8), (998, 1000), (999, 10_000), (1000, 10_000), (9998, 10_000)])
+def test_receipts_of_later_attempts_are_read(after: int, later: int) -> None:
+    """Names sort by their text: attempt 10000 is before attempt 1001."""
+    store = MemoryStore()
+    for attempt in (after, later):
+        ReceiptLog(store, attempt, "w").append(replace(receipt(str(attempt)), attempt=attempt))
+    assert [r.created for r in LogReader(after).read(store)] == [str(later)]
+
+
 def test_a_sealed_writer_stores_nothing_more() -> None:
     store = MemoryStore()
     log = ReceiptLog(store, 1, "w")

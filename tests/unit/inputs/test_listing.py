@@ -1,0 +1,85 @@
+"""Files of folders and globs: each is read, refused or left out by a documented rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.inputs import sources as sources_module
+from tests.unit.inputs.test_sources import keys, lines, read
+
+
+class _Denied(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Refuses to list folders named ``secret``, as a server refuses a prefix that a policy excludes."""
+
+    error: type[OSError] = PermissionError
+
+    def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
+        if path.endswith("/secret"):
+            raise self.error(path)
+        return super().ls(path, detail=detail, **kwargs)
+
+
+@pytest.mark.parametrize("error", [PermissionError, TimeoutError, ConnectionError, FileNotFoundError])
+@pytest.mark.parametrize("pattern", ["", "**", "**/*.jsonl", "*/*.jsonl", "[as]*/x.jsonl"])
+def test_a_folder_that_cannot_be_listed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, error: type[OSError]
+) -> None:
+    """fsspec's find, glob and walk omit such a folder silently."""
+    monkeypatch.setattr(sources_module, "LocalFileSystem", _Denied)
+    monkeypatch.setattr(_Denied, "error", error)
+    for name in ("a", "secret"):
+        lines(tmp_path / name / "x.jsonl", name)
+    with pytest.raises(ConfigError, match=r"expected a readable input at .*secret, got"):
+        read(tmp_path / pattern)
+    # A folder that the glob cannot match is not listed.
+    assert keys(tmp_path / "[ab]*" / "*.jsonl") == ["a/x:00000000"]
+
+
+def test_a_link_to_a_folder_is_refused_and_one_to_a_file_is_read(tmp_path: Path) -> None:
+    lines(tmp_path / "other" / "y.jsonl", "y")
+    lines(tmp_path / "in" / "x.jsonl", "x")
+    (tmp_path / "in" / "z.jsonl").symlink_to(tmp_path / "other" / "y.jsonl")
+    assert keys(tmp_path / "in") == ["x:00000000", "z:00000000"]
+    (tmp_path / "in" / "more").symlink_to(tmp_path / "other")
+    for pattern in ("", "**/*.jsonl", "*", "*/*.jsonl"):
+        with pytest.raises(ConfigError, match=r"got .*in/more, a link to a folder"):
+            read(tmp_path / "in" / pattern)
+    assert keys(tmp_path / "in" / "*.jsonl") == ["x:00000000", "z:00000000"]
+    assert keys(tmp_path / "in" / "more") == ["y:00000000"]  # a path that the user names
+
+
+def test_an_unknown_compression_in_a_folder_is_refused(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", "a")
+    (tmp_path / "images.zip").write_bytes(b"no rows")
+    assert keys(tmp_path) == ["a:00000000"]
+    (tmp_path / "b.jsonl.lz4").write_bytes(b"rows")
+    with pytest.raises(ConfigError, match=r"got \.lz4"):
+        read(tmp_path)
+
+
+class _Caching(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Keeps listings in the process, as s3fs does."""
+
+    kept: ClassVar[dict[str, Any]] = {}
+
+    def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
+        if path not in self.kept:
+            self.kept[path] = super().ls(path, detail=detail, **kwargs)
+        return self.kept[path]
+
+    def invalidate_cache(self, path: str | None = None) -> None:  # noqa: ARG002
+        self.kept.clear()
+
+
+def test_a_folder_is_listed_again_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second extraction in one process must find new files."""
+    monkeypatch.setattr(sources_module, "LocalFileSystem", _Caching)
+    lines(tmp_path / "one.jsonl", "a")
+    assert keys(tmp_path) == ["one:00000000"]
+    lines(tmp_path / "two.jsonl", "a")
+    assert keys(tmp_path) == ["one:00000000", "two:00000000"]
