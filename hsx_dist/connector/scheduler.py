@@ -234,9 +234,12 @@ class SchedulerHalf:
         refused = dict(options.refused)
         if reason is None and len(block_ids) < (blocks := -(-len(tokens) // self._block_size)):
             reason = f"expected {blocks} cache blocks, got {len(block_ids)}"
+        prompt = len(request.prompt_token_ids or ())
+        if options.loss_mask is not None and len(options.loss_mask) != prompt:  # vLLM's input streams extend a prompt
+            reason = reason or f"expected a loss mask of {prompt} tokens, got {len(options.loss_mask)}"
         if reason is not None:
             return self._skip(known, request, reason)
-        chosen = choose(options, len(request.prompt_token_ids or ()), tokens, refused)
+        chosen = choose(options, prompt, tokens, refused)
         if chosen is None:
             return self._skip(known, request, f"its loss mask selects none of {len(tokens)} tokens")
         points = options.points

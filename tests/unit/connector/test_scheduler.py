@@ -144,6 +144,17 @@ def test_two_computations_of_a_row_with_other_generated_tokens_have_other_hashes
     assert meta(scheduler).saves[0].sample_hash == ""  # its token ids identify it
 
 
+def test_a_prompt_that_grew_after_its_loss_mask_was_read_is_not_stored():
+    """Each part of an input stream extends the prompt of vLLM's request. The mask is that of the first part."""
+    scheduler = half()
+    r = request(20, 25, hidden_states_key="k", hidden_states_loss_mask=[1] * 20)
+    scheduler.new_request(r)
+    r.prompt_token_ids.extend(range(5))
+    held, answer = scheduler.request_finished(r, [1, 2])
+    assert not held
+    assert answer["hidden_states_meta"]["reason"] == "expected a loss mask of 25 tokens, got 20"
+
+
 def test_output_tokens_end_before_the_last_which_was_never_an_input():
     scheduler = half()
     assert scheduler.request_finished(request(20, 24, generated=5, include_output_tokens=True), [1, 2])[0]
