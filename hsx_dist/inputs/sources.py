@@ -142,6 +142,7 @@ def _find(config: InputConfig, shown: str) -> Input:
     except FileNotFoundError:
         if not re.search(r"[*?\[]", config.path) or path.startswith(("http://", "https://")):
             raise
+        _refuse_split(config)
         base = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0] or path[: path.startswith("/")]  # type: ignore[union-attr]
         sources = _of_many(config, fs, _listed(fs, base, path[len(base) :].strip("/")), base)
     else:
@@ -153,6 +154,7 @@ def _find(config: InputConfig, shown: str) -> Input:
                 "another input.format"
             )
         else:
+            _refuse_split(config)
             sources = [InputSource(stem(path), (path,), _format(path, config.format) or "jsonl")]
     if not sources:
         raise ConfigError(
@@ -181,21 +183,32 @@ def _file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
 
 def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
     if config.format in ("auto", "dataset"):
-        if fs.exists(f"{folder}/{_SPLITS}"):
+        # Not by fs.exists: it is false after any error, and a wrong answer changes which rows are read.
+        if _listed(fs, folder, _SPLITS):
             splits = _once(_json(fs, f"{folder}/{_SPLITS}")["splits"], folder)
             if config.split is not None and config.split not in splits:
                 raise ConfigError(f"input.split: expected one of {', '.join(splits)}, got {config.split!r}. Choose one")
             wanted = splits if config.split is None else [config.split]
             return [_saved(fs, _within(fs, folder, split), split) for split in wanted]
-        if fs.exists(f"{folder}/{_STATE}"):
+        _refuse_split(config)
+        if _listed(fs, folder, _STATE):
             return [_saved(fs, folder, posixpath.basename(folder.rstrip("/")))]
         if config.format == "dataset":
             raise ConfigError(
                 f"input.path: expected the folder of a saved data set, with {_STATE} or {_SPLITS}, got one without at "
                 f"{public_url(config.path)}. Save it with save_to_disk, or set another input.format"
             )
+    _refuse_split(config)
     found = _listed(fs, folder, "**")
     return _of_many(config, fs, {path: kind for path, kind in found.items() if kind != "directory"}, folder)
+
+
+def _refuse_split(config: InputConfig) -> None:
+    if config.split is not None:
+        raise ConfigError(
+            f"input.split: expected the folder of a saved data set with {_SPLITS}, got {public_url(config.path)}. "
+            "Name that folder, or remove input.split"
+        )
 
 
 def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
@@ -242,7 +255,7 @@ def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> 
         # The links of a web page may be signed. Keys are made of names, and must not have a signature.
         name = public_url(path).removeprefix(public_url(base)).strip("/")
         if kind == "directory":
-            if config.format in ("auto", "dataset") and fs.exists(f"{path}/{_STATE}"):
+            if config.format in ("auto", "dataset") and _listed(fs, path, _STATE):
                 sources.append(_saved(fs, path, name))
         elif (form := _format(path, config.format)) is not None:
             sources.append(InputSource(_COMPRESSED.sub("", name).removesuffix(_suffix(name)) or name, (path,), form))

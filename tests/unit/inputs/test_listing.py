@@ -10,7 +10,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.inputs import sources as sources_module
-from tests.unit.inputs.test_sources import keys, lines, read
+from tests.unit.inputs.test_sources import keys, lines, read, saved, table
 
 
 class _Denied(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -83,3 +83,23 @@ def test_a_folder_is_listed_again_each_time(tmp_path: Path, monkeypatch: pytest.
     assert keys(tmp_path) == ["one:00000000"]
     lines(tmp_path / "two.jsonl", "a")
     assert keys(tmp_path) == ["one:00000000", "two:00000000"]
+
+
+def test_a_split_of_an_input_without_splits_is_refused(tmp_path: Path) -> None:
+    lines(tmp_path / "train.jsonl", "a")
+    for path in (tmp_path, tmp_path / "train.jsonl", tmp_path / "*"):
+        with pytest.raises(ConfigError, match=r"input\.split: expected the folder of a saved data set"):
+            read(path, split="train")
+
+
+def test_the_list_of_splits_is_not_looked_for_by_a_call_that_hides_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``exists`` of fsspec is false after any error. All splits would be read, instead of one."""
+    for split in ("train", "test"):
+        saved(tmp_path / "d" / split, table(split))
+    (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    monkeypatch.setattr(LocalFileSystem, "exists", lambda *_, **__: False)
+    assert keys(tmp_path / "d", split="test") == ["test:00000000"]
+    assert keys(tmp_path / "d") == ["train:00000000", "test:00000000"]
+    assert keys(tmp_path / "d" / "t*") == ["test:00000000", "train:00000000"]
