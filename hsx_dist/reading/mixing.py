@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from hsx_dist.errors import ConfigError
@@ -21,16 +21,24 @@ else:
 _Begun = tuple[list[Iterator[dict[str, Any]]], list[float], list[Iteration]]
 
 
+def _mean_length(dataset: HiddenStatesDataset) -> float:
+    """``len(dataset)`` as a mean over the ranks: equal in all of them, and 0 only without samples."""
+    len(dataset)  # raises with ``follow``
+    return len(dataset._reader.selection) / dataset._world
+
+
 class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
     """Items of several data sets, mixed by weight.
 
     The next item is from the data set that is furthest behind its weight. At each point the shares are as close to the
     weights as whole items allow. The order is deterministic and uses no random numbers. This is smooth weighted
-    round-robin, as nginx balances servers.
+    round-robin, as nginx balances servers. Each worker mixes its own share of each data set. Together the workers read
+    all samples that a single reader would.
 
     Args:
         datasets: each has its seed and layers, and divides itself among ranks and workers.
-        weights: a positive number for each data set. Default: their lengths, so that all end at the same time.
+        weights: a positive number for each data set. Default: their lengths. All then end at the same time, and an
+            epoch has each sample once.
         stop: ``first``: end when the first data set ends. ``all``: continue with the others.
 
     Raises:
@@ -52,12 +60,13 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
     ):
         if not datasets:
             raise ConfigError("datasets: expected at least one, got none. Pass one or more")
-        given = [float(len(d)) for d in datasets] if weights is None else list(weights)
+        given = [_mean_length(d) for d in datasets] if weights is None else list(weights)
         if len(given) != len(datasets) or any(not w > 0 for w in given):
             raise ConfigError(f"weights: expected {len(datasets)} positive numbers, got {given}")
         if stop not in ("first", "all"):
             raise ConfigError(f"stop: expected 'first' or 'all', got {stop!r}")
         self._datasets, self._weights, self._stop = list(datasets), given, stop
+        self._by_length = weights is None
         self._taken: list[float] = [0] * len(given)
         self._resume: list[Mapping[str, Any]] | None = None
         self._progress: list[Iteration] | None = None
@@ -101,18 +110,29 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def _mix(
         self, sources: list[Iterator[dict[str, Any]]], taken: list[float], progress: list[Iteration]
     ) -> Iterator[dict[str, Any]]:
+        # A shard's next sample is number ``taken * shards + shard + 1`` of the data set's order. Its turn in the shard
+        # depends on this number. If the shards counted from 1 each, all of them would end before the first sample of a
+        # data set with few samples.
+        first = [(shard + 1) / shards for shards, shard in (d._shards() for d in self._datasets)]
         open_ = set(range(len(sources)))
         while open_:
-            i = min(open_, key=lambda i: ((taken[i] + 1) / self._weights[i], i))
+            i = min(open_, key=lambda i: ((taken[i] + first[i]) / self._weights[i], i))
             item = next(sources[i], None)
             if item is None:
-                if self._stop == "first":
-                    return
                 open_.discard(i)
+                if self._stop == "first" and not self._waits_for(open_):
+                    return
                 continue
             taken[i] += 1
             self._record(taken, progress)
             yield item
+
+    def _waits_for(self, open_: Iterable[int]) -> bool:
+        """Whether the other data sets are read to their ends, after one ended.
+
+        By length all end together, but skipped samples and a merge for other ranks can make one end earlier.
+        """
+        return self._by_length and not all(self._datasets[i]._repeat for i in open_)
 
     def state_dict(self) -> dict[str, Any]:
         """Position of the mixture and of each data set; JSON types. ``merge_states`` joins ranks.

@@ -1,0 +1,129 @@
+"""Mixtures give the same samples with any number of ranks and workers, also after a restart and a merge."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from hsx_dist import HiddenStatesDataset, MixedDataset, merge_states
+from hsx_dist.reading import datasets
+from hsx_dist.store import open_store
+from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import store_run
+
+LENGTHS = {"a": 41, "b": 3, "c": 7}
+KEYS = {name: [f"{name}{i}" for i in range(n)] for name, n in LENGTHS.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    for name, keys in KEYS.items():
+        samples = [random_sample(key, 2, seed=i, hidden_size=4, layer_ids=(2,)) for i, key in enumerate(keys)]
+        store_run(open_store(str(path / name)), samples, per_part=4)
+    return path
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes this process a worker of a ``DataLoader``."""
+    info = SimpleNamespace(num_workers=1, id=0)
+    monkeypatch.setattr(datasets, "get_worker_info", lambda: info)
+    return info
+
+
+def mixture(folder: Path, names: str, *weights: float, rank: int = 0, world: int = 1, **options: Any) -> MixedDataset:
+    stop = options.pop("stop", "first")
+    sets = [
+        HiddenStatesDataset(
+            str(folder / name), shuffle=True, threads=1, rank=rank, world_size=world, framework="numpy", **options
+        )
+        for name in names
+    ]
+    return MixedDataset(sets, weights or None, stop=stop)
+
+
+def keys_of(items: Any) -> list[str]:
+    return [item["key"] for item in items]
+
+
+def shards(worker: Any, world: int, workers: int) -> Iterator[int]:
+    """The rank of each shard. ``worker`` becomes its worker."""
+    for rank, number in itertools.product(range(world), range(workers)):
+        worker.num_workers, worker.id = workers, number
+        yield rank
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_without_weights_any_workers_give_each_sample_once(folder: Path, worker: Any, world: int) -> None:
+    for names, workers, stop in itertools.product(("ab", "ba", "abc"), (1, 2, 3, 4, 8, 50), ("first", "all")):
+        seen: list[str] = []
+        for rank in shards(worker, world, workers):
+            seen += keys_of(mixture(folder, names, rank=rank, world=world, stop=stop))
+        assert sorted(seen) == sorted(key for name in names for key in KEYS[name]), (names, workers, stop)
+
+
+def test_without_weights_workers_of_a_loader_give_each_sample_once(folder: Path) -> None:
+    mixed = mixture(folder, "ab")
+    for epoch in range(2):
+        mixed.set_epoch(epoch)
+        assert sorted(keys_of(DataLoader(mixed, batch_size=None, num_workers=4))) == sorted(KEYS["a"] + KEYS["b"])
+
+
+@pytest.mark.parametrize("weights", [(41, 3, 7), (1, 1, 1), (3, 1, 0.5), (1, 5, 5), (1, 0.01, 0.01)])
+def test_weighted_workers_give_the_samples_that_one_reader_gives(folder: Path, worker: Any, weights: Any) -> None:
+    one = Counter(keys_of(mixture(folder, "abc", *weights)))
+    for world, workers in itertools.product((1, 2), (1, 2, 4, 8)):
+        seen: Counter[str] = Counter()
+        for rank in shards(worker, world, workers):
+            seen.update(keys_of(mixture(folder, "abc", *weights, rank=rank, world=world)))
+        assert not one - seen, (world, workers)
+        assert not seen or max(seen.values()) == 1
+        for name, weight in zip("abc", weights, strict=True):  # a worker ends within an item of the next
+            more = sum(key[0] == name for key in seen - one)
+            assert more <= world * workers * max(1, weight / min(weights)), (world, workers, name)
+
+
+@pytest.mark.parametrize(("old", "new"), [((3, 1), (2, 1)), ((1, 4), (3, 2)), ((2, 4), (1, 1)), ((1, 1), (5, 1))])
+def test_a_mixture_without_weights_resumes_for_other_ranks(folder: Path, worker: Any, old: Any, new: Any) -> None:
+    for taken in (0, 1, 5):
+        seen, states = [], []
+        for rank in shards(worker, *old):
+            mixed = mixture(folder, "abc", rank=rank, world=old[0])
+            seen += keys_of(itertools.islice(mixed, taken))
+            states.append(mixed.state_dict())
+            again = mixture(folder, "abc", rank=rank, world=old[0])
+            again.load_state_dict(json.loads(json.dumps(states[-1])))
+            whole = keys_of(mixture(folder, "abc", rank=rank, world=old[0]))
+            assert whole[min(taken, len(whole)) :] == keys_of(again)
+        merged = json.loads(json.dumps(merge_states(states)))
+        for rank in shards(worker, *new):
+            mixed = mixture(folder, "abc", rank=rank, world=new[0])
+            mixed.load_state_dict(merged)
+            seen += keys_of(mixed)
+        assert sorted(seen) == sorted(key for keys in KEYS.values() for key in keys), taken
+
+
+def test_without_weights_skipped_samples_end_no_other_data_set(tmp_path: Path, folder: Path) -> None:
+    store_run(open_store(str(tmp_path)), [random_sample(f"d{i}", 2, seed=i, layer_ids=(2,)) for i in range(4)])
+    lost = HiddenStatesDataset(str(tmp_path), on_error="skip")
+    whole = HiddenStatesDataset(str(folder / "a"))
+    for part in tmp_path.rglob("*.safetensors"):
+        part.unlink()
+    assert sorted(keys_of(MixedDataset([whole, lost]))) == sorted(KEYS["a"])
+    assert lost.skipped == 4
+
+
+def test_without_weights_a_repeating_data_set_ends_with_the_other(folder: Path) -> None:
+    repeated, other = (HiddenStatesDataset(str(folder / name), repeat=name == "b") for name in "ba")
+    assert Counter(key[0] for key in keys_of(MixedDataset([repeated, other]))) == {"a": 41, "b": 3}
+    items = itertools.islice(MixedDataset([repeated, repeated]), 20)
+    assert len(list(items)) == 20
