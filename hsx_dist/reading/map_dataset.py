@@ -14,6 +14,7 @@ from hsx_dist.reading.item_reader import ItemReader, Source
 from hsx_dist.reading.items import ItemSpec
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Layers
+from hsx_dist.reading.world import SharedEpoch
 
 if importlib.util.find_spec("torch") is not None:
     from torch.utils.data import Dataset
@@ -28,10 +29,12 @@ class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
     """The samples of a run by position, for custom samplers.
 
     Items, arguments and errors are those of ``HiddenStatesDataset``. ``DataLoader`` calls ``__getitems__``, which reads
-    a list of positions in threads at once. A corrupt or missing part always raises.
+    a list of positions in threads at once. A corrupt or missing part always raises. The epoch of ``set_epoch``
+    determines the position of a ``random`` crop.
 
     Example:
         >>> by_place = HiddenStatesMapDataset("runs/demo", layers=[15], max_tokens=8)
+        >>> by_place.set_epoch(1)
         >>> by_place[0]["hidden_states"].shape
         torch.Size([8, 1, 576])
         >>> by_place.keys() == by_place.run.keys(), by_place.lengths.tolist()
@@ -61,11 +64,19 @@ class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
         )
         self._reader = ItemReader(source, spec, storage_options, cache_dir, cache_bytes)
         self._threads = threads
+        self._epoch = SharedEpoch()
 
     @property
     def run(self) -> Run:
         """The run, opened."""
         return self._reader.run
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that ``random`` crops depend on, also in the workers of a ``DataLoader``. Counts from 0.
+
+        Call it before each epoch, next to that of a ``DistributedSampler``.
+        """
+        self._epoch.set(epoch)
 
     @property
     def lengths(self) -> np.ndarray[Any, Any]:
@@ -81,9 +92,10 @@ class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
         return len(self._reader.selection)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return self._reader.make(int(self._reader.selection.places[i]), 0)
+        return self._reader.make(int(self._reader.selection.places[i]), self._epoch.get())
 
     def __getitems__(self, positions: Sequence[int]) -> list[dict[str, Any]]:
         places, memory = self._reader.selection.places, self._reader.memory(_BATCH_BYTES)._replace(empty=None)
+        epoch = self._epoch.get()
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hsx-read") as pool:
-            return list(pool.map(lambda i: self._reader.make(int(places[i]), 0, memory), positions))
+            return list(pool.map(lambda i: self._reader.make(int(places[i]), epoch, memory), positions))

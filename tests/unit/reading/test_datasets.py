@@ -213,6 +213,21 @@ def test_random_windows_follow_from_seed_epoch_and_key(url: str) -> None:
     assert windows(0) == windows(0) != windows(1)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_windows_by_position_follow_set_epoch(url: str, workers: int) -> None:
+    options: dict[str, Any] = {"max_tokens": 3, "crop": "random", "seed": 5}
+    by_position, in_order = HiddenStatesMapDataset(url, **options), HiddenStatesDataset(url, **options)
+    loader = DataLoader(by_position, 4, collate_fn=list, num_workers=workers, persistent_workers=workers > 0)
+    seen = []
+    for epoch in (0, 1, 2):
+        for dataset in (by_position, in_order):
+            dataset.set_epoch(epoch)
+        seen.append([item["input_ids"].tolist() for batch in loader for item in batch])
+        assert seen[-1] == [item["input_ids"].tolist() for item in in_order]
+        assert by_position[3]["input_ids"].tolist() == seen[-1][3]
+    assert seen[0] != seen[1] != seen[2]
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 20), st.data())
 def test_every_order_is_dealt_without_overlap_or_loss_also_twice(n: int, shards: int, buffer: int, data: Any) -> None:
