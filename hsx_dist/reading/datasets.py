@@ -233,7 +233,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         resume = None if self._resume is None or self.outdated(self._resume) else self._resume
         progress = Iteration(self._position(resume))
         if resume is not None:
-            self.skipped = resume.get("skipped", self.skipped)
+            self.skipped = self.loaded_state(resume).get("skipped", self.skipped)
         self._resume, self._progress = None, progress
         if isinstance(progress.at, Follower):
             return self._followed(progress, progress.at), progress
@@ -386,7 +386,9 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         if self._follow is not None or state["taken"]:
             return dict(state)
         shards, shard = self._shards()
-        return {**state, "shards": shards, "shard": shard}
+        # Each shard loads a merged state. Only the first counts its skipped samples, so that a sum over ranks is right.
+        skipped = {} if shard == state["shard"] else {"skipped": 0}
+        return {**state, "shards": shards, "shard": shard, **skipped}
 
     def start_state(self) -> dict[str, Any]:
         """The state before the first sample of the current epoch."""

@@ -269,7 +269,9 @@ def _merge_shards(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(epochs) > 1:
         raise ConfigError(f"states: expected shards in one epoch, got epochs {sorted(epochs)}. Save all in one step")
     taken = [by_shard[i]["taken"] for i in range(first["shards"])]
-    return {**first, "history": [*first["history"], [first["shards"], taken]], "shards": None, "shard": 0, "taken": 0}
+    skipped = sum(state.get("skipped", 0) for state in by_shard.values())
+    dealt = {"history": [*first["history"], [first["shards"], taken]], "shards": None, "shard": 0, "taken": 0}
+    return {**first, **dealt, "skipped": skipped}
 
 
 def _merge_mixed(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

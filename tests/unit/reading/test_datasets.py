@@ -20,7 +20,15 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from hsx_dist import HiddenStatesDataset, HiddenStatesMapDataset, MixedDataset, TokenBatches, merge_states, open_run
+from hsx_dist import (
+    HiddenStatesDataset,
+    HiddenStatesMapDataset,
+    MixedDataset,
+    PackedContexts,
+    TokenBatches,
+    merge_states,
+    open_run,
+)
 from hsx_dist.errors import ConfigError, FormatError, IntegrityError, NotFound
 from hsx_dist.format.codecs import ZstdCodec
 from hsx_dist.format.container import Part
@@ -691,3 +699,27 @@ def test_reading_a_token_counts_the_memory_of_its_whole_chunk(by_place: bool, mo
         items = list(HiddenStatesDataset(run, max_tokens=1, prefetch_bytes=10 * chunk))
     assert [item["hidden_states"].shape for item in items] == [(1, 1, 1 << 10)] * 12
     assert most <= 2  # half of the memory is for chunks, and a codec may take as much as the chunk
+
+
+@pytest.mark.parametrize("kind", ["plain", "mixed", "packed"])
+def test_skipped_samples_of_all_ranks_are_counted_once_after_a_merge(tmp_path: Path, kind: str) -> None:
+    store_run(open_store(str(tmp_path)), SAMPLES, per_part=4)
+    sorted(tmp_path.rglob("*.safetensors"))[0].unlink()
+
+    def of(rank: int, world: int) -> tuple[HiddenStatesDataset, Any]:
+        one = HiddenStatesDataset(str(tmp_path), layers=[15], on_error="skip", rank=rank, world_size=world)
+        return one, MixedDataset([one]) if kind == "mixed" else PackedContexts(one, 1, 4) if kind == "packed" else one
+
+    ranks = [of(rank, 3) for rank in range(3)]
+    for _, data in ranks:
+        list(data)
+    assert sorted(one.skipped for one, _ in ranks) == [1, 1, 2]
+    state = merge_states([data.state_dict() for _, data in ranks])
+    for world, begun in ((2, False), (4, True), (3, True)):
+        ranks = [of(rank, world) for rank in range(world)]
+        for _, data in ranks:
+            data.load_state_dict(json.loads(json.dumps(state)))
+            assert not begun or list(data) == []
+        state = merge_states([data.state_dict() for _, data in ranks])
+        assert not begun or sum(one.skipped for one, _ in ranks) == 4
+    assert (state["datasets"][0] if kind == "mixed" else state)["skipped"] == 4
