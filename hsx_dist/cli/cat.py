@@ -20,7 +20,8 @@ from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading import Sample, open_run
 from hsx_dist.reading.column import LOSS_MASK, unpacked
 
-_TAKEN = RESERVED_NAMES | {"file", "allow_pickle"}  # names of numpy.savez's other arguments
+#: Names that an array of a file cannot have: numpy.savez's other arguments, and the metadata of a safetensors header.
+_TAKEN = RESERVED_NAMES | {"file", "allow_pickle", "__metadata__"}
 
 
 def run_cat(

@@ -105,8 +105,9 @@ def test_cat_writes_the_chosen_layers_and_tokens(store: Store, tmp_path: Path) -
 
 
 def test_an_attached_name_replaces_nothing_that_a_sample_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writers refuse these names now. Parts with such names stay readable."""
-    names = ("hidden_states", "token_ids", "layer_ids", "input_ids", "key", "meta", "file", "allow_pickle", "label")
+    """Writers refuse the first six names now. Parts with such names stay readable."""
+    names = ("hidden_states", "token_ids", "layer_ids", "input_ids", "key", "meta")
+    names += ("file", "allow_pickle", "__metadata__", "label")
     monkeypatch.setattr("hsx_dist.format.container_write.RESERVED_NAMES", frozenset())
     store = open_store(str(tmp_path / "run"))
     store_run(store, SAMPLES, attached={name: np.full(2, 7, np.int32) for name in names})
