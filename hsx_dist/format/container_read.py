@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from operator import index
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,25 +17,17 @@ from hsx_dist.format.codecs.base import check_expansion, raw_array
 from hsx_dist.format.description import ATTACHMENT_DTYPE, MAX_HEADER_BYTES, SegmentInfo
 from hsx_dist.format.header import parse_header
 from hsx_dist.format.loss import Loss
+from hsx_dist.format.part_source import PartSource, fetched, located, verified
 from hsx_dist.page import CARRIER
-from hsx_dist.store.base import ObjectInfo, coalesce
-
-
-class PartSource(Protocol):
-    """The subset of ``Store`` that reading needs."""
-
-    @property
-    def url(self) -> str: ...
-
-    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]: ...
-
-    def head(self, name: str) -> ObjectInfo: ...
-
+from hsx_dist.store.base import coalesce
 
 #: Attempts to open an object whose size changes between the requests.
 _MOST_LOOKS = 10
 #: Memory for states: shape and dtype → a carrier array, its content arbitrary.
 Empty = Callable[[tuple[int, int, int], str], np.ndarray[Any, Any]]
+#: Byte ranges of a part's data → their bytes.
+_Fetch = Callable[[Sequence[tuple[int, int]]], list[memoryview]]
+T = TypeVar("T")
 
 
 class Loaded(NamedTuple):
@@ -49,6 +41,9 @@ class Loaded(NamedTuple):
 
 class Part:
     """One stored part, open for reading; immutable, and safe to share between threads.
+
+    If bytes fail a check, they are fetched once more, past all caches. Only a second failure is raised, so an answer
+    that was damaged on the way does no harm.
 
     Also opens a file that vLLM wrote (``hidden_states``, ``token_ids``, no metadata): one segment without key, layer
     ids and checksums.
@@ -88,22 +83,28 @@ class Part:
             FormatError: the object is not a part, or is truncated; ``UnknownCodec`` when its codec is not registered.
             IntegrityError: its description changed after it was written.
         """
-        with _located(f"{store.url.rstrip('/')}/{name}"):
+
+        def read(again: bool) -> Part:
             for _ in range(_MOST_LOOKS if size is None else 0):
                 found = store.head(name).size
                 try:
-                    return cls._open(store, name, header_bytes, found, front_bytes)
+                    return cls._open(store, name, header_bytes, found, front_bytes, again)
                 except FormatError:
                     # If a server replaced the object between two requests, open it again.
                     if store.head(name).size == found:
                         raise
-            return cls._open(store, name, header_bytes, store.head(name).size if size is None else size, front_bytes)
+            whole = store.head(name).size if size is None else size
+            return cls._open(store, name, header_bytes, whole, front_bytes, again)
+
+        return verified(f"{store.url.rstrip('/')}/{name}", read)
 
     @classmethod
-    def _open(cls, store: PartSource, name: str, header_bytes: int | None, size: int, front_bytes: int) -> Part:
+    def _open(
+        cls, store: PartSource, name: str, header_bytes: int | None, size: int, front_bytes: int, again: bool
+    ) -> Part:
         if header_bytes is not None and not 8 <= header_bytes <= 8 + MAX_HEADER_BYTES:
             raise FormatError(f"expected a header of 8 to {8 + MAX_HEADER_BYTES} bytes, got a claim of {header_bytes}")
-        data = _ranges(store, name, [(0, 8 if header_bytes is None else header_bytes + front_bytes)])[0]
+        data = fetched(store, name, [(0, 8 if header_bytes is None else header_bytes + front_bytes)], again)[0]
         length = 8 + struct.unpack_from("<Q", data)[0]
         if length - 8 > MAX_HEADER_BYTES or length > size:
             raise FormatError(
@@ -112,7 +113,7 @@ class Part:
             )
         if header_bytes is not None and length != header_bytes:
             raise FormatError(f"expected a header of {header_bytes} bytes, got {length}")
-        body = _ranges(store, name, [(8, length)])[0] if header_bytes is None else data[8:length]
+        body = fetched(store, name, [(8, length)], again)[0] if header_bytes is None else data[8:length]
         return cls(store, name, bytes(body), size, bytes(data[length:]))
 
     @property
@@ -157,13 +158,13 @@ class Part:
         """The small arrays that a user attached to the sample whose first segment is ``i``, by name. ``names``: only
         these; a name without an array is ignored."""
         wanted = [name for name in self._info(i).attached if names is None or name in names]
-        with _located(self._where):
-            return self._attached(i, wanted, self._fetch([self._attached_range(i, name) for name in wanted]))
+        ranges = [self._attached_range(i, name) for name in wanted]
+        return self._verified(lambda fetch: self._attached(i, wanted, fetch(ranges)))
 
     def token_ids(self, i: int) -> np.ndarray[Any, Any]:
         """Token ids of segment ``i``: int64 ``[n]``."""
-        with _located(self._where):
-            return self._token_ids(i, self._fetch([self._token_range(i)])[0])
+        ranges = [self._token_range(i)]
+        return self._verified(lambda fetch: self._token_ids(i, fetch(ranges)[0]))
 
     def read(
         self,
@@ -183,8 +184,7 @@ class Part:
             FormatError: the data is truncated or is not an encoding of that shape.
             IntegrityError: a checksum does not match.
         """
-        with _located(self._where):
-            return self._read(i, layers, tokens, out, [])[0]
+        return self._verified(lambda fetch: self._read(fetch, i, layers, tokens, out, []))[0]
 
     def load(
         self,
@@ -202,9 +202,12 @@ class Part:
         """
         names = [name for name in self._info(i).attached if name in attached]
         extra = [self._token_range(i), *(self._attached_range(i, name) for name in names)]
-        with _located(self._where):
-            states, (ids, *views) = self._read(i, layers, tokens, out, extra, empty)
+
+        def read(fetch: _Fetch) -> Loaded:
+            states, (ids, *views) = self._read(fetch, i, layers, tokens, out, extra, empty)
             return Loaded(states, self._token_ids(i, ids), self._attached(i, names, views))
+
+        return self._verified(read)
 
     def fetch_bytes(self, i: int, layers: Sequence[int] | None, tokens: tuple[int, int]) -> int:
         """Bytes that ``read`` fetches with these arguments, with gaps between layers. Makes no request."""
@@ -213,21 +216,18 @@ class Part:
     def scan(self, i: int) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
         """Yield every chunk of segment ``i``, checked and decoded: position of the layer, states ``[rows, H]``
         (carrier)."""
-        info = self.segments[i]
-        with _located(self._where):
-            if self.description.schema == "vllm":
-                for c in range(info.num_chunks):
-                    rows = self._rows(i, c, self._fetch([self._row_range(i, c, c + 1)])[0])
-                    yield from ((k, rows[:, k]) for k in range(info.num_layers))
-                return
-            for k in range(info.num_layers):
-                end = self._begin(f"{i}.{k}")
-                for c, size in enumerate(self._info(i).chunk_sizes(k)):
-                    begin, end = end, end + size
-                    data = self._fetch([(begin, end)])[0]
-                    x = _empty_chunk(info, c, data)
-                    self._decode(i, k, c, data, x)
-                    yield k, x
+        info = self._info(i)
+        if self.description.schema == "vllm":
+            for c in range(info.num_chunks):
+                span = self._row_range(i, c, c + 1)
+                rows = self._verified(partial(self._fetched_rows, i, c, span))
+                yield from ((k, rows[:, k]) for k in range(info.num_layers))
+            return
+        for k in range(info.num_layers):
+            end = self._begin(f"{i}.{k}")
+            for c, size in enumerate(info.chunk_sizes(k)):
+                begin, end = end, end + size
+                yield k, self._verified(partial(self._fetched_chunk, i, k, c, (begin, end)))
 
     # -- what to fetch ---------------------------------------------------------------------------------------------
 
@@ -270,17 +270,27 @@ class Part:
             return first, last, [self._row_range(i, first, last)]
         return first, last, [self._layer_range(i, k, first, last) for k in picks]
 
-    def _fetch(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Byte ranges of the data. Those within ``front``, which was fetched with the header, need no request."""
+    def _fetch(self, again: bool, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Byte ranges of the data. Those within ``front``, which was fetched with the header, need no request.
+
+        ``again``: fetch all ranges past all caches, also ``front``.
+        """
         front, shift = self._front, self.header_bytes
+        if again and any(b <= front.nbytes for _, b in ranges):
+            front = self._front = fetched(self._store, self.name, [(0, shift + front.nbytes)], again)[0][shift:]
         far = [(shift + a, shift + b) for a, b in ranges if b > front.nbytes]
-        fetched = iter(_ranges(self._store, self.name, far) if far else ())
-        return [front[a:b] if b <= front.nbytes else next(fetched) for a, b in ranges]
+        found = iter(fetched(self._store, self.name, far, again) if far else ())
+        return [front[a:b] if b <= front.nbytes else next(found) for a, b in ranges]
+
+    def _verified(self, read: Callable[[_Fetch], T]) -> T:
+        """What ``read`` makes of fetched bytes. If a check fails, it gets them once more, past all caches."""
+        return verified(self._where, lambda again: read(partial(self._fetch, again)))
 
     # -- fetched bytes ---------------------------------------------------------------------------------------------
 
     def _read(
         self,
+        fetch: _Fetch,
         i: int,
         layers: Sequence[int] | None,
         tokens: tuple[int, int] | None,
@@ -294,7 +304,7 @@ class Part:
         if not 0 <= start <= stop <= info.segment.num_tokens:
             raise ConfigError(f"expected tokens within [0, {info.segment.num_tokens}), got [{start}, {stop})")
         first, last, wanted = self._wanted(i, picks, start, stop)
-        views = self._fetch([*extra, *wanted])
+        views = fetch([*extra, *wanted])
         extras, views = views[: len(extra)], views[len(extra) :]
         shape = (stop - start, len(picks), info.hidden_size)
         if out is None:  # allocate after the fetch, which has shown that the object holds the segment's bytes
@@ -346,8 +356,17 @@ class Part:
         assert info.crcs is not None, "only a file in schema vllm has no checksums"
         place = f"segment {i}, layer {info.layer_ids[k]}, tokens {info.chunk_span(c)}"
         _check(crc32c(data), info.crcs[k][c], place)
-        with _located(place):
+        with located(place):
             codec_for(self.codec, info.dtype).decode(data, out, info.dtype)
+
+    def _fetched_chunk(self, i: int, k: int, c: int, span: tuple[int, int], fetch: _Fetch) -> np.ndarray[Any, Any]:
+        data = fetch([span])[0]
+        x = _empty_chunk(self._info(i), c, data)
+        self._decode(i, k, c, data, x)
+        return x
+
+    def _fetched_rows(self, i: int, c: int, span: tuple[int, int], fetch: _Fetch) -> np.ndarray[Any, Any]:
+        return self._rows(i, c, fetch([span])[0])
 
     def _rows(self, i: int, c: int, view: memoryview) -> np.ndarray[Any, Any]:
         """Schema ``vllm``: the checked rows of a chunk, ``[rows, L, H]``."""
@@ -422,28 +441,3 @@ def _check(crc: int, expected: int, what: str) -> None:
             f"{what}: expected crc32c {crc32c_hex(expected)}, got {crc32c_hex(crc)}: the bytes changed. Restore the "
             "object, or delete it and compute its samples again"
         )
-
-
-def _ranges(store: PartSource, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-    try:
-        views = store.get_ranges(name, ranges)
-    except ValueError as e:  # the store raises it for a range past the object's end
-        raise FormatError(f"cut short: {e}") from e
-    except MemoryError as e:  # a file with holes has any size
-        raise FormatError(
-            f"expected ranges that fit this machine's memory, got {sum(b - a for a, b in ranges)} bytes. Read fewer "
-            "tokens at once"
-        ) from e
-    for (start, stop), view in zip(ranges, views, strict=True):
-        if view.nbytes != stop - start:
-            raise FormatError(f"expected {stop - start} bytes at {start}, got {view.nbytes}: the object was cut short")
-    return views
-
-
-@contextmanager
-def _located(where: str) -> Iterator[None]:
-    """Prefix format errors with ``where``."""
-    try:
-        yield
-    except FormatError as e:
-        raise type(e)(f"{where}: {e}") from e

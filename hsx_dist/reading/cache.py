@@ -32,7 +32,8 @@ class CachedStore:
 
     Entries never become stale, since a run's objects never change. A file is renamed into place when it is complete,
     and ends with its checksum. It may disappear at any time: a process that finds no file, or a damaged one, fetches
-    the range again.
+    the range again. The checksum does not show damage before the bytes arrived here: a reader whose own checks fail
+    calls ``refetch``.
 
     If the files exceed ``max_bytes``, one process at a time removes the least recently used files, down to 90 % of the
     limit. Links, and files and folders of other users, are not read, replaced or removed.
@@ -55,12 +56,16 @@ class CachedStore:
         found = [self._load(*self._place(name, r)) for r in ranges]
         missing = [r for r, view in zip(ranges, found, strict=True) if view is None]
         if missing:
-            fetched = iter(self._inner.get_ranges(name, missing))
-            for i, r in enumerate(ranges):
-                if found[i] is None:
-                    view = found[i] = next(fetched)
-                    self._save(*self._place(name, r), view)
+            fetched = iter(self.refetch(name, missing))
+            found = [next(fetched) if view is None else view for view in found]
         return [view for view in found if view is not None]
+
+    def refetch(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """``get_ranges`` from the inner store. Replaces the entries of ``ranges``: a reader found them damaged."""
+        views = self._inner.get_ranges(name, ranges)
+        for r, view in zip(ranges, views, strict=True):
+            self._save(*self._place(name, r), view)
+        return views
 
     def _place(self, name: str, span: tuple[int, int]) -> tuple[str, str]:
         """(subfolder, file name) of a range in the cache."""

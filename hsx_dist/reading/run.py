@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from hsx_dist.errors import ConfigError, NotFound, SampleConsumed, SampleNotFound
+from hsx_dist.errors import ConfigError, SampleNotFound
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SampleRecord
 from hsx_dist.format.manifest_reader import ManifestReader
@@ -21,10 +20,10 @@ from hsx_dist.format.runs import load_manifest
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.index import Index
-from hsx_dist.reading.missing import is_removed
+from hsx_dist.reading.proven_parts import ProvenParts
 from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.select import Selection, select
-from hsx_dist.store import ObjectInfo, Store, open_store
+from hsx_dist.store import Store, open_store
 
 log = get_logger(__name__)
 
@@ -94,39 +93,6 @@ class _Parts:
                     while len(self._kept) > _HEADERS:
                         self._kept.popitem(last=False)
         return mine.result()
-
-
-class _ProvenPart:
-    """Source of a run's parts. For a missing part it raises ``SampleConsumed`` (removed after use) or ``NotFound``."""
-
-    def __init__(self, store: Store, place: Place):
-        self._store, self._place = store, place
-        self.url = store.url
-
-    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        with self._missing_part_errors(name):
-            return self._store.get_ranges(name, ranges)
-
-    def head(self, name: str) -> ObjectInfo:
-        with self._missing_part_errors(name):
-            return self._store.head(name)
-
-    @contextmanager
-    def _missing_part_errors(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except NotFound as e:
-            with self._place.reading():
-                used = is_removed(self._store, name, self._place.version)
-            if used:
-                raise SampleConsumed(
-                    f"{self.url}/{name}: expected a stored part, got none: it was removed after all consumers had used "
-                    "it (dataset.retention). To read its samples again, extract them to another output"
-                ) from e
-            raise NotFound(
-                f"{self.url}/{name}: expected the part that a receipt names, got no such object: it was deleted or "
-                "lost. Run the same extraction again: it computes the missing samples"
-            ) from e
 
 
 class Run:
@@ -392,7 +358,7 @@ class Run:
             receipt, tokens = proven
             known = {"header_bytes": receipt.header_bytes, "size": receipt.size}
             known["front_bytes"] = 8 * tokens if 8 * tokens <= _MOST_IDS else 0
-        return Part.open(_ProvenPart(store, self.place), name, **known)
+        return Part.open(ProvenParts(store, self.place), name, **known)
 
     def _proven(self, part: str) -> tuple[Receipt, int] | None:
         """The receipt of a part, and the number of tokens in its segments."""

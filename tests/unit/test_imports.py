@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"errors", "page"},
     "tokenizers": set(),
     "store": {"errors", "config", "logger"},
-    "format": {"errors", "page", "config", "store"},
+    "format": {"errors", "page", "config", "store", "logger"},
     "reading": {"errors", "layers", "memory", "page", "store", "format", "logger", "text"},
     "models": {"errors"},
     "model_parts": {"errors", "isa", "logger", "models", "page", "format", "reading"},

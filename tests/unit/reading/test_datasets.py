@@ -167,7 +167,7 @@ def test_threads_that_wait_for_one_part_get_its_error_and_later_ones_try_again()
     class Refusing(Asked):
         def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
             views = super().get_ranges(name, ranges)
-            if len(self.calls) > 1:
+            if len(self.calls) > 2:  # opening reads damaged bytes a second time
                 return views
             go.wait(30)
             raise FormatError("the first time")
@@ -192,7 +192,7 @@ def test_threads_that_wait_for_one_part_get_its_error_and_later_ones_try_again()
     assert all("the first time" in s or s == name for s in said)
     assert sum("the first time" in s for s in said) >= 1
     assert run.open_part(name).name == name
-    assert len(refusing.calls) == 2
+    assert len(refusing.calls) == 3
 
 
 def test_memory_is_reused_and_kept_items_do_not_change(url: str) -> None:
