@@ -11,7 +11,7 @@ import pytest
 from hsx_dist import HiddenStatesDataset
 from hsx_dist.errors import FormatError
 from hsx_dist.format.container import Part
-from hsx_dist.reading import Run, open_run
+from hsx_dist.reading import Run, open_run, verify_run
 from hsx_dist.reading.cache import CachedStore
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.faulty_stores import WrappedStore
@@ -34,12 +34,15 @@ class Flipping(WrappedStore):
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         views = super().get_ranges(name, ranges)
         opens = ranges[0][0] == 0
-        if self.left and name.startswith("data/") and opens == (self.kind != "chunk"):
+        if self.left and "/data/" in f"/{name}" and opens == (self.kind != "chunk"):
             self.left -= 1
             data = bytearray(views[-1])
-            data[{"header": len(data) // 4, "token ids": -1, "chunk": len(data) // 2}[self.kind]] ^= 1
+            self.flip(data)
             views[-1] = memoryview(bytes(data))
         return views
+
+    def flip(self, data: bytearray) -> None:
+        data[{"header": len(data) // 4, "token ids": -1, "chunk": len(data) // 2}[self.kind]] ^= 1
 
 
 @pytest.fixture
@@ -108,3 +111,18 @@ def test_a_scan_and_small_arrays_survive_one_damaged_answer() -> None:
         flipped, sound = work(part), work(Part.open(run.store, name))
         assert all(np.array_equal(a, b) for a, b in zip(flipped, sound, strict=True))
         assert part._store.left == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("at", [0.02, 0.5, 0.99])
+def test_verify_names_a_part_only_if_two_reads_fail(at: float) -> None:
+    root = MemoryStore()
+    store_run(root, SAMPLES[:3], per_part=3)
+
+    class FlippingBlocks(Flipping):
+        def flip(self, data: bytearray) -> None:
+            data[int(len(data) * at)] ^= 1
+
+    once = verify_run(FlippingBlocks(root, "block"))
+    assert (once.problems, once.parts, once.samples) == ([], 1, 3)
+    twice = verify_run(FlippingBlocks(root, "block", times=2))
+    assert {problem.part for problem in twice.problems} == {"data/part-0001-w-000001.safetensors"}
