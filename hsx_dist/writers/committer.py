@@ -162,15 +162,15 @@ class PartCommitter:
             time.sleep(_PAUSE_S)
         raise Unavailable(
             f"{self._store.url}/{name}: expected an object that can be renewed before it expires, got an object that "
-            "another process locks or replaces at every attempt. Find the process that locks it"
+            "is damaged, or that another process locks or replaces at every attempt. Delete it, or find that process"
         )
 
     def _keep(self, name: str, segments: Sequence[EncodedSegment], *, last: bool) -> bool:
         """Renew the existing object, which must be the same sample.
 
-        Returns False if another process replaced or locked the object. The object keeps its expiry time if the store
-        has no conditional puts: an unconditional put could replace another client's object. At the ``last`` attempt it
-        also keeps an expiry time in the future: every user who may read a file can lock it.
+        Returns False if another process replaced or locked the object, or if it came back damaged. The object keeps its
+        expiry time if the store has no conditional puts: an unconditional put could replace another client's object. At
+        the ``last`` attempt it also keeps an expiry time in the future: every user who may read a file can lock it.
 
         Raises:
             NotFound: the object was deleted.
@@ -205,7 +205,7 @@ class PartCommitter:
             log.warning("object is not renewed: name=%s: %s", printable(name), e)
             return True
         if last and before > time.time() + _STILL_THERE_S:
-            log.warning("object is not renewed: name=%s: another process locks or replaces it", printable(name))
+            log.warning("object is not renewed: name=%s: it is damaged, locked, or replaced again", printable(name))
             return True
         return False
 

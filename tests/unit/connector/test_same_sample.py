@@ -507,6 +507,17 @@ def test_only_the_end_of_the_object_that_was_opened_is_changed():
     assert all(with_expires(other, part, 6000) is None for other in others)
 
 
+def test_an_object_that_was_damaged_on_the_way_does_not_replace_the_stored_one():
+    store = MemoryStore()
+    put_old(store, {"expires": 5}, PROMPT)
+    part, data = Part.open(store, NAME), store.get(NAME)
+    for at in (0, 9, part.header_bytes // 2, part.header_bytes, len(data) - 1):
+        damaged = bytearray(data)
+        damaged[at] ^= 1
+        assert with_expires(bytes(damaged), part, 6000) is None
+    assert with_expires(data, part, 6000) is not None
+
+
 # -- failures and markers ----------------------------------------------------------------------------------------------
 
 
