@@ -237,7 +237,8 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
             is_folder, is_match = info["type"] == "directory", matches[-1](name) is not None
             deeper = level >= plain or (level + 1 < len(steps) and matches[level](name) is not None)
             is_link = info.get("islink") or info["type"] not in ("file", "directory")
-            if is_link and (is_match or deeper) and fs.isdir(path):
+            # Not by fs.isdir, which is false after any error.
+            if is_link and (is_match or deeper) and _kind_of_target(fs, path) == "directory":
                 raise ConfigError(
                     f"input.path: expected files and folders in {shown}, got {public_url(path)}, a link to a folder. "
                     "Replace the link by its folder, or use a glob that does not match it"
@@ -247,6 +248,10 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
             if is_folder and deeper:
                 todo.append((path, level + 1))
     return found
+
+
+def _kind_of_target(fs: Any, path: str) -> Any:
+    return _with_config_errors(partial(fs.info, path), public_url(path))["type"]
 
 
 def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> list[InputSource]:

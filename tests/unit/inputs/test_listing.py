@@ -51,6 +51,10 @@ def test_a_link_to_a_folder_is_refused_and_one_to_a_file_is_read(tmp_path: Path)
             read(tmp_path / "in" / pattern)
     assert keys(tmp_path / "in" / "*.jsonl") == ["x:00000000", "z:00000000"]
     assert keys(tmp_path / "in" / "more") == ["y:00000000"]  # a path that the user names
+    (tmp_path / "in" / "more").unlink()
+    (tmp_path / "in" / "more").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(ConfigError, match=r"at .*in/more, got no such file"):
+        read(tmp_path / "in")
 
 
 def test_an_unknown_compression_in_a_folder_is_refused(tmp_path: Path) -> None:
