@@ -216,7 +216,8 @@ class Bench:
 def server(core: int) -> Iterator[str]:
     """Start the discarding server as a process on ``core``; yields its endpoint."""
     argv = [sys.executable, "-m", "tests.harness.discard"]
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # Not in the working folder: starting Ray may have changed it.
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE.parent)
     try:
         assert process.stdout is not None
         port = int(process.stdout.readline())
