@@ -70,7 +70,8 @@ class SaeLensExporter(Exporter):
         """Write ``state.json`` and ``dataset_info.json``, from which ``datasets.load_from_disk`` finds the files."""
         from datasets import Dataset
 
-        files = sorted(dest.glob("data-*.arrow"))
+        names = (self.file(first) for first in range(0, len(run), self.per_file))
+        files = [dest / name for name in names if (dest / name).exists()]
         parts = [Dataset.from_file(str(file)) for file in files]
         if not any(len(part) for part in parts):
             raise ConfigError(

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -28,6 +28,8 @@ from hsx_dist.reading.select import Selection
 from hsx_dist.reading.whole import require_whole
 
 _STATEMENT = "export.json"
+#: Endings of the files of data sets, which ``finish`` may write.
+_DATA_SETS = (".json", ".arrow", ".parquet")
 #: Members of ``export.json`` that earlier versions did not write.
 _LATER = ("run_id", "samples_hash", "samples_per_file", "loss_mask", "tokens", "norm", "last_layer", "model_revision")
 #: Bytes read of a folder's ``export.json``, which usually has a few KiB.
@@ -134,7 +136,7 @@ def export_run(
     for place in range(min(1, len(run))):  # before ``dest`` is claimed; other samples are checked when they are read
         _check_tokens(run, place, exporter)
     firsts = range(0, len(run), exporter.per_file)
-    _check_foreign(folder, (folder / exporter.file(first) for first in firsts))
+    _check_foreign(folder, {folder / exporter.file(first) for first in firsts})
     _claim(folder, _statement_of(run, to, exporter), run.place)
     _check_names(folder, (exporter.file(first) for first in firsts))
     own = {first: folder / exporter.file(first) for first in firsts[shard::shards]}
@@ -145,8 +147,9 @@ def export_run(
     finished = all(_is_done(folder / exporter.file(f)) for f in firsts)
     if finished:
         # Trainers read every file with the suffix, also the unfinished files of killed processes.
-        for path in folder.rglob(f"{_UNFINISHED}*"):
-            path.unlink(missing_ok=True)
+        for parent in {folder, *((folder / exporter.file(first)).parent for first in firsts)}:
+            for path in parent.glob(f"{_UNFINISHED}*"):
+                path.unlink(missing_ok=True)
         if finish:
             exporter.finish(run, folder)
     left_out = {first for first, path in own.items() if _left_out(path).exists()}
@@ -189,10 +192,15 @@ def _statement_of(run: Run, to: str, exporter: Exporter) -> dict[str, Any]:
     }
 
 
-def _check_foreign(folder: Path, paths: Iterable[Path]) -> None:
-    """Raise ``ConfigError`` if a file of the export exists without ``export.json``, which an export writes first."""
+def _check_foreign(folder: Path, own: Set[Path]) -> None:
+    """Raise ``ConfigError`` if a folder of the export has data without ``export.json``, which an export writes first.
+
+    Trainers read every file with the suffix, and data sets replace each other's ``state.json``.
+    """
     statement = folder / _STATEMENT
-    found = None if statement.exists() else next((path for path in paths if _is_done(path)), None)
+    suffixes = {*_DATA_SETS, _left_out(folder).suffix, *(path.suffix for path in own)}
+    others = (path for parent in {folder, *(path.parent for path in own)} for path in parent.glob("[!.]*"))
+    found = None if statement.exists() else next((path for path in others if path.suffix in suffixes), None)
     if found is not None and not statement.exists():  # again: another shard may have written both
         raise ConfigError(
             f"{folder}: expected an empty folder or an export with {_STATEMENT}, got {found.name} of another program, "
