@@ -17,6 +17,7 @@ _NAME = b"ARROW:extension:name"
 #: Extension types that Arrow registers itself.
 _CANONICAL = ("bool8", "fixed_shape_tensor", "json", "opaque", "parquet.variant", "uuid", "variable_shape_tensor")
 _ARROW_MAGIC = b"ARROW1"
+_CONTINUES, _ENDS = b"\xff\xff\xff\xff", b"\0\0\0\0"
 #: Bytes of a column that are read at once.
 _BUFFER = 1 << 20
 
@@ -51,10 +52,32 @@ def open_arrow(file: io.RawIOBase) -> tuple[Any, Callable[[Sequence[str]], Itera
 
     def batches(names: Sequence[str]) -> Iterator[Any]:
         opened = reader([i for i, name in enumerate(schema.names) if name in names])
-        found = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
+        found = map(opened.get_batch, range(opened.num_record_batches)) if is_file else _whole_stream(file, opened)
         return (batch.select(list(names)) for batch in found)
 
     return schema, batches
+
+
+def _whole_stream(file: io.RawIOBase, opened: Any) -> Iterator[Any]:
+    """Yield the batches of a stream, which must end with its mark and the file.
+
+    Arrow's reader accepts a stream that was cut between two batches, and ignores a second stream after the first.
+
+    Raises:
+        pyarrow.ArrowInvalid: rows are missing, or follow.
+    """
+    import pyarrow as pa
+
+    yield from opened
+    end = file.tell()
+    more = file.read(1)
+    file.seek(0)
+    # Arrow before 0.15 wrote no continuation marks.
+    mark = (_CONTINUES if file.read(len(_CONTINUES)) == _CONTINUES else b"") + _ENDS
+    file.seek(max(end - len(mark), 0))
+    if more or file.read(len(mark)) != mark:
+        got = "more bytes after it" if more else "none: the stream was cut short"
+        raise pa.ArrowInvalid(f"expected one stream that ends with its end-of-stream mark, got {got}")
 
 
 def with_uuids_as_text(batch: Any) -> Any:

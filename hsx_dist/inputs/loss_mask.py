@@ -15,6 +15,8 @@ from hsx_dist.errors import InputError
 
 #: (messages, whether the header of an answer follows them) → text
 Render = Callable[[list[dict[str, Any]], bool], str]
+#: Replaces a message's text to find where the text begins. A character that no chat has and no template changes.
+_MARK = "\ue0ff"
 
 
 def spans_of_roles(
@@ -22,8 +24,9 @@ def spans_of_roles(
 ) -> list[tuple[int, int]]:
     """Return the characters ``[start, stop)`` of ``whole`` of each message with one of ``roles``, in order.
 
-    An assistant's message begins after the header with which the template asks the model to answer, unless it is the
-    chat's first message. Another role's message begins with its header.
+    An assistant's message begins after the header with which the template asks the model to answer. Another role's
+    message begins with its header. The chat's first message begins with its text, unless it is a system message: the
+    template may write a default system message before it.
 
     Raises:
         InputError: the template renders a prefix in a way that cannot be found in the whole chat.
@@ -38,7 +41,7 @@ def spans_of_roles(
                 f"loss_roles: expected a chat template that renders the messages before message {i} as it renders them "
                 "within the whole, got another text. Give the row a loss_mask"
             )
-        start = len(before)
+        start = len(before) if i or message["role"] == "system" else _start_of_text(whole, messages, render)
         if message["role"] == "assistant" and i:
             start = max(start, _common(whole, render(messages[:i], True)))
         length = _agreement(render(messages[: i + 1], False), whole, start)
@@ -49,6 +52,18 @@ def spans_of_roles(
             )
         found.append((start, start + length))
     return found
+
+
+def _start_of_text(whole: str, messages: list[dict[str, Any]], render: Render) -> int:
+    """Return where the text of the first message begins in ``whole``."""
+    marked = render([{**messages[0], "content": _MARK}, *messages[1:]], False)
+    start = marked.find(_MARK)
+    if start < 0 or not whole.startswith(marked[:start]):
+        raise InputError(
+            "loss_roles: expected to find the text of message 0 in the rendered chat, got a template that renders it "
+            "differently. Give the row a loss_mask"
+        )
+    return start
 
 
 def _common(a: str, b: str) -> int:

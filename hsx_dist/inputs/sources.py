@@ -31,13 +31,13 @@ _BUFFER = 1 << 18
 #: Limit in bytes of a saved data set's list of its files.
 _LARGEST_LIST = 4 << 20
 
-_COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$", re.IGNORECASE)
+_COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz|lzma)$", re.IGNORECASE)
 _FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text",
     ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
 }  # fmt: skip
 _LINES = ("jsonl", "text")
-_ARCHIVES = frozenset({".zip", ".tar", ".lz4", ".sz", ".snappy"})
+_ARCHIVES = frozenset({".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".sz", ".snappy", ".br", ".lz", ".z"})
 _REFUSED = re.compile(rf"({'|'.join(map(re.escape, _ARCHIVES))})$", re.IGNORECASE)
 #: fsspec cannot open these in bounded memory: tarfile reads as much as a header claims, and references name any file.
 _UNBOUNDED = frozenset({"tar", "libarchive", "reference"})
@@ -144,7 +144,10 @@ def _find(config: InputConfig, shown: str) -> Input:
             raise
         _refuse_split(config)
         base = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0] or path[: path.startswith("/")]  # type: ignore[union-attr]
-        sources = _of_many(config, fs, _listed(fs, base, path[len(base) :].strip("/")), base)
+        found = _listed(fs, base, path[len(base) :].strip("/"))
+        if path.endswith("/**"):  # matches the files of the folders, too
+            found = {name: kind for name, kind in found.items() if kind != "directory"}
+        sources = _of_many(config, fs, found, base)
     else:
         if kind == "directory":
             sources = _of_folder(config, fs, path)
@@ -260,8 +263,12 @@ def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> 
         # The links of a web page may be signed. Keys are made of names, and must not have a signature.
         name = public_url(path).removeprefix(public_url(base)).strip("/")
         if kind == "directory":
-            if config.format in ("auto", "dataset") and _listed(fs, path, _STATE):
-                sources.append(_saved(fs, path, name))
+            if config.format not in ("auto", "dataset") or not _listed(fs, path, _STATE):
+                raise ConfigError(
+                    f"input.path: expected files and saved data sets, got the folder {public_url(path)}. Use a glob "
+                    "for its files (FOLDER/**), or a glob that does not match it (*.jsonl)"
+                )
+            sources.append(_saved(fs, path, name))
         elif (form := _format(path, config.format)) is not None:
             sources.append(InputSource(_COMPRESSED.sub("", name).removesuffix(_suffix(name)) or name, (path,), form))
     return sources
@@ -269,7 +276,13 @@ def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> 
 
 def _saved(fs: Any, folder: str, label: str) -> InputSource:
     """Return the source of a ``Dataset.save_to_disk`` folder, whose state names Arrow files in the order of rows."""
-    names = _once([item["filename"] for item in _json(fs, f"{folder}/{_STATE}")["_data_files"]], folder)
+    state = _json(fs, f"{folder}/{_STATE}")
+    if state.get("_indices_data_files"):
+        raise ConfigError(
+            f"input.path: expected a saved data set with its rows in order, got a table of indices in "
+            f"{public_url(folder)}, of an old version of datasets. Load it, call flatten_indices, and save it again"
+        )
+    names = _once([item["filename"] for item in state["_data_files"]], folder)
     return InputSource(label, tuple(_within(fs, folder, name) for name in names), "arrow")
 
 
@@ -364,7 +377,7 @@ def _format(path: str, asked: str) -> Format | None:
 
     ``rows.jsonl.lz4`` has the format of ``rows.jsonl``: opening it raises an error that names the known compressions.
     """
-    known = _FORMATS.get(_suffix(_REFUSED.sub("", public_url(path))))
+    known = _FORMATS.get(_suffix(_REFUSED.sub("", _COMPRESSED.sub("", public_url(path)))))
     if asked == "auto":
         return known
     if asked == "dataset":

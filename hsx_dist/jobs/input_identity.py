@@ -32,9 +32,14 @@ def count_rows(place: Place, rows: Rows, manifest: Manifest, *, retry_poison: bo
     for row in rows():
         total += 1
         todo += not accounted(row, manifest, retry_poison=retry_poison)
-        if (content := manifest.content_of(row.key)) is not None:
-            stored = True
-            _require_content(place, row, content, first.get(row.key))
+        keys = [row.key]
+        if isinstance(row, RowFate) and "#" in row.key:  # an unreadable row has another key than the same row had
+            file, _, number = row.key.rpartition("#")
+            keys.append(f"{file}:{number}" if file else str(int(number)))
+        for key in keys:
+            if (content := manifest.content_of(key)) is not None:
+                stored = True
+                _require_content(place, row, content, first.get(key))
     if not stored:
         raise RunMismatch(
             f"{place.root.url}: expected the input of the stored samples, got none of their rows (such as "

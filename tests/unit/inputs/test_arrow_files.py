@@ -489,3 +489,19 @@ def test_a_schema_of_many_fields_with_metadata_is_read(tmp_path: Path) -> None:
     for write in (write_file, write_stream, write_parquet):
         (row,) = read(write(tmp_path, table))
         assert row.text == "hi"
+
+
+def test_a_stream_ends_with_its_mark_and_the_file(tmp_path: Path) -> None:
+    """Arrow's reader accepts a stream that was cut between batches, and ignores a second stream after the first."""
+    path, ends = tmp_path / "rows.arrow", list[int]()
+    with path.open("wb") as file, pa.ipc.new_stream(file, pa.schema([("text", pa.string())])) as writer:
+        for i in range(3):
+            writer.write_table(pa.table({"text": [f"row {i}"]}))
+            ends.append(file.tell())
+    whole = path.read_bytes()
+    config = InputConfig(path=str(path))
+    assert len(list(read_rows(config))) == 3
+    for damaged in (whole[: ends[0]], whole[: ends[1]], whole + whole, whole + b"\0"):
+        path.write_bytes(damaged)
+        with pytest.raises(FormatError, match="expected one stream that ends with its end-of-stream mark"):
+            list(read_rows(config))

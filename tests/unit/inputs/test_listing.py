@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import json
+import lzma
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import zstandard
 from fsspec.implementations.local import LocalFileSystem
 
 from hsx_dist.errors import ConfigError
@@ -89,6 +95,33 @@ def test_a_folder_is_listed_again_each_time(tmp_path: Path, monkeypatch: pytest.
     assert keys(tmp_path) == ["one:00000000", "two:00000000"]
 
 
+@pytest.mark.parametrize("ending", ["lz4", "br", "7z", "Z"])
+def test_other_compressions_in_a_folder_are_refused(tmp_path: Path, ending: str) -> None:
+    (tmp_path / f"b.jsonl.{ending}").write_bytes(b"rows")
+    with pytest.raises(ConfigError, match=rf"got \.{ending.lower()}"):
+        read(tmp_path)
+
+
+def test_every_compression_that_is_read_is_read_in_a_folder(tmp_path: Path) -> None:
+    packed = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard.compress}
+    packed["lzma"] = partial(lzma.compress, format=lzma.FORMAT_ALONE)
+    for ending, compress in packed.items():
+        (tmp_path / f"{ending}.jsonl.{ending}").write_bytes(compress(b'{"text": "a"}\n'))
+    assert keys(tmp_path) == sorted(f"{ending}:00000000" for ending in packed)
+
+
+def test_a_folder_that_a_glob_matches_is_a_saved_data_set_or_refused(tmp_path: Path) -> None:
+    """Spark writes folders with names such as rows.parquet."""
+    lines(tmp_path / "a.jsonl", "a")
+    lines(tmp_path / "b.jsonl" / "part-0.jsonl", "b")
+    for pattern in ("*.jsonl", "*"):
+        with pytest.raises(ConfigError, match=r"got the folder .*/b\.jsonl\. Use a glob for its files"):
+            read(tmp_path / pattern)
+    both = ["a:00000000", "b.jsonl/part-0:00000000"]
+    assert keys(tmp_path) == keys(tmp_path / "**") == both
+    assert keys(tmp_path / "a*") == both[:1]
+
+
 def test_a_split_of_an_input_without_splits_is_refused(tmp_path: Path) -> None:
     lines(tmp_path / "train.jsonl", "a")
     for path in (tmp_path, tmp_path / "train.jsonl", tmp_path / "*"):
@@ -107,3 +140,14 @@ def test_the_list_of_splits_is_not_looked_for_by_a_call_that_hides_errors(
     assert keys(tmp_path / "d", split="test") == ["test:00000000"]
     assert keys(tmp_path / "d") == ["train:00000000", "test:00000000"]
     assert keys(tmp_path / "d" / "t*") == ["test:00000000", "train:00000000"]
+
+
+def test_a_saved_data_set_with_a_table_of_indices_is_refused(tmp_path: Path) -> None:
+    """Old versions of ``datasets`` saved a selection as indices of rows, next to all rows."""
+    state = saved(tmp_path / "d", table("a", "b")) / "state.json"
+    found = json.loads(state.read_text())
+    state.write_text(json.dumps({**found, "_indices_data_files": []}))
+    assert len(keys(tmp_path / "d")) == 2
+    state.write_text(json.dumps({**found, "_indices_data_files": [{"filename": "indices.arrow"}]}))
+    with pytest.raises(ConfigError, match="got a table of indices"):
+        read(tmp_path / "d")

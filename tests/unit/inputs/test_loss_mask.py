@@ -103,9 +103,29 @@ def test_thoughts_that_a_template_drops_from_earlier_turns(tokenizer: Any) -> No
 
 def test_other_roles(tokenizer: Any) -> None:
     assert said(tokenizer, CHATML, CHAT, ("user",)) == [
-        f"<|im_start|>user\n{CHAT[i]['content']}<|im_end|>" for i in (0, 2)
+        f"{CHAT[0]['content']}<|im_end|>",
+        f"<|im_start|>user\n{CHAT[2]['content']}<|im_end|>",
     ]
     assert len(said(tokenizer, CHATML, [SYSTEM, *CHAT], ("system", "assistant"))) == 3
+
+
+# SmolLM2 and Qwen2.5: without a system message, the template writes a default one.
+DEFAULT = "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}" + CHATML
+
+
+def test_a_default_system_message_is_not_in_the_loss_of_the_first_message(tokenizer: Any) -> None:
+    said_first = [CHAT[1], *CHAT]
+    answers = [CHAT[i]["content"] + "<|im_end|>" for i in (1, 1, 3)]
+    assert said(tokenizer, DEFAULT, said_first) == answers
+    assert said(tokenizer, DEFAULT, CHAT, ("user",))[0] == CHAT[0]["content"] + "<|im_end|>"
+    # A system message of the row is in the loss, with its header.
+    assert said(tokenizer, DEFAULT, [SYSTEM, *CHAT], ("system",)) == ["<|im_start|>system\nBe brief.<|im_end|>"]
+    assert said(tokenizer, QWEN3, said_first, enable_thinking=False)[:2] == answers[:2]
+
+
+def test_a_first_message_whose_text_is_not_rendered_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(InputError, match="expected to find the text of message 0"):
+        said(tokenizer, "{{ messages | length }}", CHAT[1:2])
 
 
 def test_many_bytes_a_character(tokenizer: Any) -> None:

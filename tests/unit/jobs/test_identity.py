@@ -13,6 +13,7 @@ import pytest
 from hsx_dist.config import InputConfig, load_config
 from hsx_dist.errors import RunMismatch
 from hsx_dist.fleet.replica import row_seed
+from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.place import Place, start_run
 from hsx_dist.format.runs import load_manifest, read_heartbeat
 from hsx_dist.inputs.rows import Row, rows_from
@@ -89,6 +90,17 @@ def test_a_stored_row_that_is_refused_now() -> None:
     check(refused, (PROMPTS, ALL), old=True)
     with pytest.raises(RunMismatch, match=r"got row 3 \('r3'\), which is refused now: .*exactly one"):
         check(refused, (PROMPTS, ALL))
+
+
+@pytest.mark.parametrize(("label", "key"), [("", "2"), ("rows", "rows:00000002")])
+def test_a_stored_row_that_is_unreadable_now(label: str, key: str) -> None:
+    """An unreadable row is refused under the key FILE#ROW. The stored row without an id has the key FILE:ROW."""
+    place = start_run(MemoryStore(), {})
+    sample = random_sample(key, 3)
+    RunWriter(place.root).put([(sample, replace(sample.segments()[0], content="0" * 16), None)])
+    refused = RowFate(f"{label}#00000002", 2, "refused", "expected a JSON object", 0)
+    with pytest.raises(RunMismatch, match=r"got row 2 .* which is refused now: expected a JSON object"):
+        count_rows(place, lambda: iter([refused]), load_manifest(place.store))
 
 
 @pytest.mark.parametrize(
