@@ -17,6 +17,8 @@ from hsx_dist.errors import InputError
 Render = Callable[[list[dict[str, Any]], bool], str]
 #: Replaces a message's text to find where the text begins. A character that no chat has and no template changes.
 _MARK = "\ue0ff"
+#: Characters of the end of a message's last line that must be found.
+_TAIL = 20
 
 
 def spans_of_roles(
@@ -43,9 +45,9 @@ def spans_of_roles(
             )
         start = len(before) if i or message["role"] == "system" else _start_of_text(whole, messages, render)
         if message["role"] == "assistant" and i:
-            start = max(start, _common(whole, render(messages[:i], True)))
+            start = _after_header(whole, messages[:i], start, render)
         length = _agreement(render(messages[: i + 1], False), whole, start)
-        if not length:
+        if not length or not _has_end_of(message, whole[start : start + length]):
             raise InputError(
                 f"loss_roles: expected to find message {i} in the rendered chat, got a template that renders it "
                 "differently there. Give the row a loss_mask"
@@ -66,10 +68,36 @@ def _start_of_text(whole: str, messages: list[dict[str, Any]], render: Render) -
     return start
 
 
+def _after_header(whole: str, before: list[dict[str, Any]], start: int, render: Render) -> int:
+    """Return where the assistant's answer to ``before`` begins in ``whole``, not before ``start``.
+
+    The header may end with the beginning of a thought, which an answer without thoughts lacks. An answer such as
+    ``<tool_call>`` begins with the same letter as ``<think>``.
+    """
+    header = render(before, True)
+    if whole.startswith(header):  # nearly always true
+        return max(start, len(header))
+    marked = render([*before, {"role": "assistant", "content": _MARK}], False)
+    plain = marked[: max(marked.find(_MARK), 0)]
+    if len(plain) > start and whole.startswith(plain):
+        return len(plain)
+    line = whole.rfind("\n", start, _common(whole, header)) + 1
+    if not line:
+        raise InputError(
+            f"loss_roles: expected to find the header of message {len(before)} in the rendered chat, got a template "
+            "that renders it differently there. Give the row a loss_mask"
+        )
+    return line
+
+
+def _has_end_of(message: dict[str, Any], rendered: str) -> bool:
+    """Whether ``rendered`` has the end of the message's text. A template may drop the beginning, such as thoughts."""
+    text = message.get("content")
+    return not isinstance(text, str) or text.strip().rpartition("\n")[2][-_TAIL:] in rendered
+
+
 def _common(a: str, b: str) -> int:
     """Return the length of the common prefix."""
-    if a.startswith(b):  # nearly always true, and faster
-        return len(b)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

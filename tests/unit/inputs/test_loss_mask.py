@@ -123,6 +123,37 @@ def test_a_default_system_message_is_not_in_the_loss_of_the_first_message(tokeni
     assert said(tokenizer, QWEN3, said_first, enable_thinking=False)[:2] == answers[:2]
 
 
+# Qwen3-Thinking and DeepSeek-R1: the header of an answer begins a thought.
+THINKING = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
+
+
+@pytest.mark.parametrize(
+    "template", [THINKING, THINKING.replace("\n' + m.content", "' + m.content").replace("assistant\n", "assistant")]
+)
+@pytest.mark.parametrize("answer", ['<tool_call>\n{"name": "f"}', "<table> of", "plain", "<"])
+def test_an_answer_without_a_thought_begins_with_its_first_letter(tokenizer: Any, template: str, answer: str) -> None:
+    assert "<think>" in template
+    chat = [CHAT[0], {"role": "assistant", "content": answer}]
+    assert said(tokenizer, template, chat) == [answer + "<|im_end|>"]
+
+
+def test_a_thought_that_the_header_begins_is_not_in_the_loss_twice(tokenizer: Any) -> None:
+    chat = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}]
+    assert said(tokenizer, THINKING, chat) == ["hm\n</think>\n\nyes<|im_end|>"]
+
+
+@pytest.mark.parametrize("answer", ["plain answer", "> a quoted answer of many words"])
+def test_an_answer_that_alone_has_another_end_is_refused(tokenizer: Any, answer: str) -> None:
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    chat = [CHAT[0], {"role": "assistant", "content": answer}, *CHAT[2:]]
+    with pytest.raises(InputError, match="expected to find message 1 in the rendered chat"):
+        said(tokenizer, template, chat)
+
+
 def test_a_first_message_whose_text_is_not_rendered_is_refused(tokenizer: Any) -> None:
     with pytest.raises(InputError, match="expected to find the text of message 0"):
         said(tokenizer, "{{ messages | length }}", CHAT[1:2])
