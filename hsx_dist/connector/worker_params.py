@@ -24,24 +24,32 @@ log = get_logger(__name__)
 _OF_CONNECTORS = {PARAMS, "ec_transfer_params"}
 #: Levels of another value of ``extra_args``. vLLM allows schemas 64 levels. Pickle raises at about 500 levels.
 MAX_DEPTH = 100
+MAX_VALUES = 32
 #: Lists and objects in such a value: the check visits each within the engine's step.
 MAX_CONTAINERS = 10_000
 
 
 def withhold_from_workers(scheduler_output: SchedulerOutput) -> None:
-    """Remove connectors' parameters, deep values and values of many containers from a step's new requests."""
+    """Remove connectors' parameters from a step's new requests, and other values that exceed the limits.
+
+    The limits are for each value. With more than ``MAX_VALUES`` values, they are for all lists and objects together.
+    """
     for new in scheduler_output.scheduled_new_reqs:
         params = new.sampling_params
         extra = params.extra_args if params is not None else None
         if not extra:
             continue
-        kept = {
-            k: v for k, v in extra.items() if k not in _OF_CONNECTORS and not is_deeper(v, MAX_DEPTH, MAX_CONTAINERS)
-        }
+        kept = {k: v for k, v in extra.items() if k not in _OF_CONNECTORS}
+        if is_deeper(kept, MAX_DEPTH + 1, MAX_CONTAINERS + 1):
+            few = len(kept) <= MAX_VALUES
+            kept = {
+                k: v
+                for k, v in kept.items()
+                if not isinstance(v, list | tuple | dict) or (few and not is_deeper(v, MAX_DEPTH, MAX_CONTAINERS))
+            }
+            _warn_once()
         if len(kept) == len(extra):
             continue
-        if extra.keys() - kept.keys() - _OF_CONNECTORS:
-            _warn_once()
         new.sampling_params = copy.copy(params)  # the request and the prompt's other choices share the object
         new.sampling_params.extra_args = kept
 
@@ -49,8 +57,8 @@ def withhold_from_workers(scheduler_output: SchedulerOutput) -> None:
 @cache
 def _warn_once() -> None:  # a client may send many such requests
     log.warning(
-        "values of extra_args with more than %d levels, or %d lists and objects, are ignored: vLLM pickles them within "
-        "the engine's step, and deep ones would end the engine",
+        "lists and objects of extra_args with more than %d levels, or more than %d in all, are ignored: vLLM pickles "
+        "them within the engine's step, and deep ones would end the engine",
         MAX_DEPTH,
         MAX_CONTAINERS,
     )

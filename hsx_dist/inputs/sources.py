@@ -136,6 +136,7 @@ def found_again(config: InputConfig, sources: tuple[InputSource, ...]) -> Input:
 
 def _find(config: InputConfig, shown: str) -> Input:
     fs, path = _file_system(config, shown)
+    fs.invalidate_cache()  # a file may have grown since an earlier call in this process
     try:
         # First without globbing: * and [ may be letters of a name, and ? begins the query of an http URL.
         kind = fs.info(path)["type"]
@@ -228,13 +229,19 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
     # Level i of the folders is compared with the first i steps, up to the first ``**``.
     plain = next((i for i, step in enumerate(steps) if "**" in step), len(steps))
     matches = [re.compile(glob_translate("/".join(steps[: i + 1]))).match for i in range(len(steps))]
-    found, todo = {}, [(base, 0)]
+    found, todo = dict[str, str](), [(base, 0)]
     while todo:
         folder, level = todo.pop()
         shown = public_url(folder)
         for info in _with_config_errors(partial(fs.ls, folder, detail=True), shown):
             path = info["name"].rstrip("/")
             name = path.removeprefix(base).strip("/")
+            is_prefix = "DIRECTORY" in (info.get("StorageClass"), info.get("storageClass"))  # of s3fs, gcsfs
+            if (path == folder and is_prefix) or found.get(path, info["type"]) != info["type"]:
+                raise ConfigError(
+                    f"input.path: expected names that differ from their folders', got two keys {public_url(path)}, "
+                    "with and without a slash at the end. Rename them"
+                )
             if path in (folder, base) or path in found or name.rpartition("/")[2].startswith((".", "_")):
                 continue
             is_folder, is_match = info["type"] == "directory", matches[-1](name) is not None

@@ -20,6 +20,7 @@ from hsx_dist.connector.connector_config import ConnectorConfig, read_connector_
 from hsx_dist.connector.request_identity import MAX_TEXT
 from hsx_dist.connector.request_params import MAX_METADATA_DEPTH
 from hsx_dist.connector.scheduler import SchedulerHalf
+from hsx_dist.connector.worker_params import withhold_from_workers
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.identity import identity_hash
 
@@ -518,6 +519,15 @@ def test_metadata_of_any_depth_travels_as_text_and_harms_no_other_request_of_its
     told = pickle.loads(pickle.dumps(meta(scheduler)))
     assert [save.metadata for save in told.saves] == ["", json.dumps(nested_in(MAX_METADATA_DEPTH - 1)), ""]
     assert "metadata" not in told.saves[1].meta
+
+
+def test_lists_and_objects_of_many_parameters_are_limited_together():
+    """The check of each value visits all of its lists. A request may have a million values."""
+    for values, kept in ((31, 32), (32, 1)):
+        extra = {**{f"p{i}": [[]] * 9_000 for i in range(values)}, "number": 1}
+        new = SimpleNamespace(sampling_params=SamplingParams(extra_args=extra))
+        withhold_from_workers(SimpleNamespace(scheduled_new_reqs=[new]))
+        assert len(new.sampling_params.extra_args) == kept
 
 
 @pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params", "a_processors_argument"])

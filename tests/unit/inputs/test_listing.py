@@ -8,6 +8,7 @@ import json
 import lzma
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -151,3 +152,21 @@ def test_a_saved_data_set_with_a_table_of_indices_is_refused(tmp_path: Path) -> 
     state.write_text(json.dumps({**found, "_indices_data_files": [{"filename": "indices.arrow"}]}))
     with pytest.raises(ConfigError, match="got a table of indices"):
         read(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        {"b/in": [{"name": "b/in/", "type": "directory", "StorageClass": "DIRECTORY"}]},  # the key in//x.jsonl
+        {"b/in": [{"name": "b/in/x.jsonl", "type": t} for t in ("file", "directory")], "b/in/x.jsonl": []},
+    ],
+)
+def test_keys_of_a_bucket_that_a_listing_hides_are_an_error(listing: dict[str, list[dict[str, Any]]]) -> None:
+    """s3fs cannot list the keys below ``in//``. A key may also be equal to the name of a folder."""
+    fs = SimpleNamespace(ls=lambda path, **_: listing[path], invalidate_cache=lambda: None)
+    with pytest.raises(ConfigError, match="with and without a slash at the end"):
+        sources_module._listed(fs, "b/in", "**")
+    marker = [{"name": "b/in/", "type": "file", "StorageClass": "STANDARD"}, {"name": "b/in/x.jsonl", "type": "file"}]
+    assert sources_module._listed(SimpleNamespace(**{**vars(fs), "ls": lambda *_, **__: marker}), "b/in", "**") == {
+        "b/in/x.jsonl": "file"
+    }
