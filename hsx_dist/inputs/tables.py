@@ -73,7 +73,7 @@ def require_pyarrow() -> None:
         import pyarrow  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "input.format: expected the package pyarrow, which reads Parquet and Arrow, got none. "
+            "input.format: expected the package pyarrow, which reads Parquet and Arrow, got no such package. "
             + install_extra("parquet")
         ) from None
 

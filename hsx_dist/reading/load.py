@@ -274,7 +274,7 @@ def _raise_run(store: Store, name: str) -> None:
     except NotFound:
         return
     where = f"{store.url.rstrip('/')}/{name}"
-    raise ConfigError(f"{where}: expected a run and a key, or an object, got a run and no key. List keys with hsx ls")
+    raise ConfigError(f"{where}: expected RUN/KEY or a stored object, got a run. Append a key: hsx ls lists them")
 
 
 def _part(store: Store, name: str) -> Part | None:

@@ -155,7 +155,8 @@ def check_state(state: Any, checks: Mapping[str, MemberCheck], required: Sequenc
         raise ConfigError(f"state: expected the result of state_dict, got {shown(state)}")
     if missing := [name for name in required if name not in state]:
         raise ConfigError(
-            f"state: expected the result of state_dict, got one without {missing[0]!r}. Use another checkpoint"
+            f"state: expected a state_dict with {missing[0]!r}, got none. It is damaged, or of another class or "
+            "version: use another checkpoint"
         )
     try:
         check_members(state, checks, "state")
@@ -173,7 +174,11 @@ def restore(
             it is damaged: a shard took more samples than its share.
     """
     if not isinstance(state, Mapping) or state.get("format") != _VERSION:
-        raise ConfigError(f"state: expected a state_dict of a HiddenStatesDataset, got {shown(state)}")
+        given = state.get("format") if isinstance(state, Mapping) else state
+        raise ConfigError(
+            f"state: expected a state_dict of a HiddenStatesDataset, format {_VERSION}, got {shown(given)}. Load it "
+            "with the class and version that saved it"
+        )
     if state.get("samples") != expected["samples"]:
         raise ConfigError(
             "state: expected a state of the same samples, seed and shuffle, got other ones. Open the data set with the "
