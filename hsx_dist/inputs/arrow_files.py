@@ -13,6 +13,8 @@ from contextlib import suppress
 from typing import Any
 from uuid import UUID
 
+from hsx_dist.errors import FormatError
+
 _NAME = b"ARROW:extension:name"
 #: Extension types that Arrow registers itself.
 _CANONICAL = ("bool8", "fixed_shape_tensor", "json", "opaque", "parquet.variant", "uuid", "variable_shape_tensor")
@@ -78,6 +80,28 @@ def _whole_stream(file: io.RawIOBase, opened: Any) -> Iterator[Any]:
     if more or file.read(len(mark)) != mark:
         got = "more bytes after it" if more else "none: the stream was cut short"
         raise pa.ArrowInvalid(f"expected one stream that ends with its end-of-stream mark, got {got}")
+
+
+def refuse_json(schema: Any) -> None:
+    """Raise FormatError if a field of a schema has Arrow's type ``arrow.json`` (``Json`` of Hugging Face's datasets).
+
+    Its storage is JSON text: the text ``plain`` would become the prompt ``"plain"``, with quotes.
+    """
+    import pyarrow as pa
+
+    todo = [(field, field.name) for field in schema]
+    while todo:
+        field, name = todo.pop()
+        if (field.metadata or {}).get(_NAME) == b"arrow.json":
+            raise FormatError(
+                f"column {name}: expected text, numbers, lists and structures, got Arrow's type arrow.json. Cast the "
+                "column, or write the rows as JSONL"
+            )
+        kind = field.type
+        inner = [kind.key_field, kind.item_field] if pa.types.is_map(kind) else []
+        if not inner and kind.num_fields:
+            inner = [kind.field(i) for i in range(kind.num_fields)]
+        todo += [(f, f"{name}.{f.name}") for f in inner]
 
 
 def with_uuids_as_text(batch: Any) -> Any:

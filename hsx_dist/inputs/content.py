@@ -41,7 +41,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
         role = message["from"]
         rest = {k: v for k, v in message.items() if k not in ("from", "value")}
         message = {"role": _SHAREGPT.get(role, role), "content": message.get("value"), **rest}
-    return {k: v if k == "content" else _without_null(v) for k, v in message.items() if k == "content" or v is not None}
+    return {k: _without_null(v) for k, v in message.items() if k == "content" or v is not None}
 
 
 def _without_null(value: Any) -> Any:

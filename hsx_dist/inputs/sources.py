@@ -204,6 +204,12 @@ def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
             )
     _refuse_split(config)
     found = _listed(fs, folder, "**")
+    below = next((p for p in found if config.format == "auto" and posixpath.basename(p) in (_STATE, _SPLITS)), None)
+    if below is not None:  # its folder may have more files of rows, such as caches of datasets
+        raise ConfigError(
+            f"input.path: expected files of rows, got a saved data set with {public_url(below)}. Name its folder, or "
+            "use a glob that matches the folders of saved data sets (FOLDER/*)"
+        )
     return _of_many(config, fs, {path: kind for path, kind in found.items() if kind != "directory"}, folder)
 
 

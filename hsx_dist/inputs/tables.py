@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from hsx_dist.errors import ConfigError, FormatError, HsxError, install_extra
-from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, with_uuids_as_text
+from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, refuse_json, with_uuids_as_text
 from hsx_dist.inputs.decompress import FREE_BYTES, FREE_ROWS, MAX_EXPANSION, MOST_ROWS
 from hsx_dist.inputs.row_cost import cost_of_columns, most_cost
 
@@ -91,6 +91,7 @@ def read_columns(
     try:
         batches = _parquet(file, columns, needed, shown) if form == "parquet" else _arrow(file, columns, needed, shown)
         for batch in batches:
+            refuse_json(batch.schema)
             if batch.num_rows > _FREE_ROWS + 8 * batch.nbytes:
                 raise FormatError(
                     f"expected bytes for each of {batch.num_rows} rows, got {batch.nbytes} bytes in all. Write the "

@@ -505,3 +505,21 @@ def test_a_stream_ends_with_its_mark_and_the_file(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(FormatError, match="expected one stream that ends with its end-of-stream mark"):
             list(read_rows(config))
+
+
+@pytest.mark.parametrize("place", ["text", "messages"])
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
+def test_columns_of_json_are_refused(tmp_path: Path, form: str, place: str) -> None:
+    """``datasets`` stores columns of mixed values so. Their storage is JSON text, in which a text has quotes."""
+    named = {b"ARROW:extension:name": b"arrow.json", b"ARROW:extension:metadata": b""}
+    content = pa.field("content", pa.string(), metadata=named)
+    kinds = {"text": content.with_name("text"), "messages": pa.field("messages", pa.list_(pa.struct([content])))}
+    values = {"text": ['"plain"'], "messages": [[{"content": '"plain"'}]]}
+    found = pa.table([values[place]], schema=pa.schema([kinds[place]]))
+    path = tmp_path / f"rows.{form}"
+    if form == "parquet":
+        pq.write_table(found, path)
+    else:
+        feather.write_feather(found, path)
+    with pytest.raises(FormatError, match=r"column .*: expected text, .* got Arrow's type arrow\.json"):
+        list(read_rows(InputConfig(path=str(path))))

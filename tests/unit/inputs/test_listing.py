@@ -170,3 +170,12 @@ def test_keys_of_a_bucket_that_a_listing_hides_are_an_error(listing: dict[str, l
     assert sources_module._listed(SimpleNamespace(**{**vars(fs), "ls": lambda *_, **__: marker}), "b/in", "**") == {
         "b/in/x.jsonl": "file"
     }
+
+
+def test_a_saved_data_set_below_a_folder_is_refused(tmp_path: Path) -> None:
+    """``datasets`` writes caches next to the rows. They are Arrow files, too."""
+    folder = saved(tmp_path / "d" / "one", table("a"))
+    (folder / "cache-1.arrow").write_bytes(next(folder.glob("data-*.arrow")).read_bytes())
+    with pytest.raises(ConfigError, match=r"got a saved data set with .*one/state\.json"):
+        read(tmp_path / "d")
+    assert keys(tmp_path / "d" / "*") == ["one:00000000"]

@@ -302,3 +302,11 @@ def test_the_content_hash_differs_for_other_rows_and_ignores_their_keys() -> Non
     contents = {row.content for row in rows_from(["a", "b", [1, 2], [{"role": "user", "content": "a"}]], InputConfig())}
     assert len(contents) == 4
     assert Row("k", 0, text="a").content == Row("other", 7, text="a").content
+
+
+def test_parts_of_a_messages_content_have_no_null_members() -> None:
+    """A table has every member in every row, and templates ask whether a part has the member ``image``."""
+    parts = [{"type": "text", "text": "two", "image": None}]
+    (row,) = rows_from([{"messages": [{"role": "user", "content": parts, "name": None}]}], InputConfig())
+    assert isinstance(row, Row)
+    assert row.messages == [{"role": "user", "content": [{"type": "text", "text": "two"}]}]
