@@ -232,8 +232,10 @@ class SchedulerHalf:
             return answer
         tokens, meta, reason = self._covered(request, options)
         refused = dict(options.refused)
-        if reason is None and len(block_ids) < (blocks := -(-len(tokens) // self._block_size)):
-            reason = f"expected {blocks} cache blocks, got {len(block_ids)}"
+        blocks = np.asarray(block_ids[: -(-len(tokens) // self._block_size)], dtype=np.int64)
+        # Block 0 is vLLM's null block. Some models' cache drops blocks between a prompt and its last tokens.
+        if reason is None and (real := np.count_nonzero(blocks)) * self._block_size < len(tokens):
+            reason = f"expected {-(-len(tokens) // self._block_size)} cache blocks, got {real}"
         prompt = len(request.prompt_token_ids or ())
         if options.loss_mask is not None and len(options.loss_mask) != prompt:  # vLLM's input streams extend a prompt
             reason = reason or f"expected a loss mask of {prompt} tokens, got {len(options.loss_mask)}"
@@ -257,7 +259,7 @@ class SchedulerHalf:
                 request_id=request.request_id,
                 key=options.key,
                 token_ids=chosen.token_ids,
-                block_ids=np.asarray(block_ids[: -(-len(tokens) // self._block_size)], dtype=np.int64),
+                block_ids=blocks,
                 owner=self._owner(known),
                 row=options.row,
                 content=options.content,

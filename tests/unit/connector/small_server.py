@@ -88,7 +88,7 @@ class SmallServer:
         n = len(request.prompt_token_ids)
         request.num_computed_tokens = n if computed is None else computed
         request.status = RequestStatus.FINISHED_ABORTED if computed is not None else RequestStatus.FINISHED_STOPPED
-        _, answer = self.scheduler.request_finished(request, list(range(-(-n // BLOCK))))
+        _, answer = self.scheduler.request_finished(request, list(range(1, 1 - (-n // BLOCK))))
         self._step()
         return (answer or {}).get("hidden_states_meta", {})
 

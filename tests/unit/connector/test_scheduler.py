@@ -90,6 +90,17 @@ def test_a_whole_prompt_is_saved_under_the_key_that_was_asked_for():
     assert not scheduler.holds_blocks
 
 
+def test_vllms_null_block_holds_no_states():
+    """A cache that drops blocks between a prompt and the last tokens (R-SWA) has block 0 in their place."""
+    scheduler, asked = half(), {"hidden_states_key": "k", "include_output_tokens": True}
+    held, answer = scheduler.request_finished(request(20, 79, generated=60, **asked), [1, 2, 0, 0, 3])
+    assert not held
+    assert answer["hidden_states_meta"]["reason"] == "expected 5 cache blocks, got 3"
+    assert meta(scheduler).saves == []
+    assert scheduler.request_finished(request(20, 79, generated=60), [1, 2, 0, 0, 3])[0]  # the prompt's are all there
+    assert meta(scheduler).saves[0].block_ids.tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_STOPPED])
 def test_computed_tokens_decide_completeness_and_not_the_status(status):
     scheduler = half()
@@ -134,14 +145,14 @@ def test_two_computations_of_a_row_with_other_generated_tokens_have_other_hashes
         r = request(6, 9, generated=0, **asked)
         r.append_output_token_ids(text)
         scheduler.new_request(r)
-        scheduler.request_finished(r, [0, 1])
+        scheduler.request_finished(r, [1, 2])
         (save,) = meta(scheduler).saves
         hashes.add(save.sample_hash)
     assert len(hashes) == 2
     scheduler = half()
     r = request(6, 9, generated=4, hidden_states_key="k", include_output_tokens=True)
     scheduler.new_request(r)
-    scheduler.request_finished(r, [0, 1])
+    scheduler.request_finished(r, [1, 2])
     assert meta(scheduler).saves[0].sample_hash == ""  # its token ids identify it
 
 
