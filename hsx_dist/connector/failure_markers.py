@@ -45,6 +45,8 @@ _NAME_BYTES = 1 << 10
 #: pauses double, up to ``_DOUBLED`` times.
 _AGAIN_S = 5.0
 _DOUBLED = 4
+#: Number of retries for a key whose object is damaged when it is read. Later its failure marker hides the object.
+_DAMAGED = 5
 #: Limit of the names whose refused marker is retried. Each keeps its lock, which is an open file.
 _MOST_KEPT = 256
 #: Limit of the remembered names that this process has marked. A later request of such a name removes its marker.
@@ -262,7 +264,7 @@ class Markers:
             assert act is not None
             self._set(entry, None)
         try:
-            self._do(name, act)
+            self._do(name, act, again=entry.refused < _DAMAGED)
             done = True
         except Exception as e:
             done = False
@@ -338,7 +340,8 @@ class Markers:
                 for name in [name for name, entry in self._kept.items() if entry.due <= now]:
                     self._start(name, self._kept.pop(name))
 
-    def _do(self, name: str, act: _Act) -> None:
+    def _do(self, name: str, act: _Act, *, again: bool) -> None:
+        """Make the changes of ``act``. ``again``: raise for a damaged object, also if a failure marker hides it."""
         conflict, failure = conflict_name(name), marker_name(name)
         if body := act.markers.get(conflict):
             self._store.put(conflict, [body])
@@ -348,7 +351,15 @@ class Markers:
         if act.failed:
             try:
                 part = Part.open(self._store, name)
-            except (NotFound, FormatError):
+            except NotFound:
+                return
+            except FormatError:
+                # The object may be another request's. Until it can be read, a failure hides it.
+                if not (failed := act.markers.get(failure)):
+                    raise
+                self._replace(failure, _hiding(failed))
+                if again:
+                    raise
                 return
             hidden = None
             for request, key in act.failed.items():

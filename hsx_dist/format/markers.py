@@ -21,7 +21,8 @@ So the order in which servers put and clear markers does not matter. A conflict 
 
   - If the object is another request's (``identity.is_of_another``), the server puts the conflict marker.
   - If the object does not name its request, the server puts the failure marker again without ``until_stored``. It hides
-    the object until a later request of the key is stored.
+    the object until a later request of the key is stored. It also does so for a damaged object, which it reads again
+    later.
   - If the object is stored after that read, the key was free: the failed request has no sample, and its marker is older
     than the object.
 

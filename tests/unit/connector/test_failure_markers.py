@@ -11,7 +11,7 @@ import pytest
 
 from hsx_dist.connector import failure_markers as module
 from hsx_dist.connector.failure_markers import Markers
-from hsx_dist.errors import Denied
+from hsx_dist.errors import Denied, FormatError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import SegmentEncoder, build_part
 from hsx_dist.format.identity import IDENTITY
@@ -236,6 +236,32 @@ def test_a_conflict_that_is_found_after_a_sample_was_stored_is_tried_again(store
     markers.stored("k", "k.safetensors", requests=["ours"], holder="1")
     until(lambda: locks.released)
     assert json.loads(store.objects["k.safetensors.conflict.json"])["conflict"]
+    markers.close()
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_object_that_was_damaged_on_the_way_is_read_again(store, locks, monkeypatch, stored):
+    """The reader of the failed request must not find the other request's object."""
+    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+    put_of(store, "k", "theirs")
+    damaging = FailingStore(store, FormatError("damaged"), Strike({"get_ranges"}, times=4))
+    markers = Markers(damaging, locks=locks)
+    if stored:
+        markers.stored("k", "k.safetensors", requests=["ours"], holder="1")
+    else:
+        markers.fail("k", "k.safetensors", "aborted", requests=["ours"], holder="1")
+    until(lambda: locks.released)
+    assert set(store.objects) == {"k.safetensors", "k.safetensors.conflict.json"}
+    markers.close()
+
+
+def test_an_object_that_is_damaged_is_hidden_by_a_failure(store, locks, monkeypatch):
+    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+    store.put("k.safetensors", [b"of another program"])
+    markers = Markers(store, locks=locks)
+    markers.fail("k", "k.safetensors", "aborted", requests=["ours"], holder="1")
+    until(lambda: locks.released)
+    assert json.loads(store.objects["k.error.json"]) == {"key": "k", "error": "aborted"}
     markers.close()
 
 
