@@ -113,6 +113,9 @@ class SchedulerHalf:
             return _refused(options, why)
 
     def _admit(self, request: Request, options: RequestParams) -> _KnownRequest:
+        if options.save and request.resumable:
+            # vLLM extends its prompt and its images later. The loss mask and the identity would be of the first part.
+            return _refused(options, "expected a request in one part, got an input stream. Send all tokens at once")
         if options.save and (why := too_long(request)):
             return _refused(options, why)
         if options.save and not self._points:
@@ -237,8 +240,6 @@ class SchedulerHalf:
         if reason is None and (real := np.count_nonzero(blocks)) * self._block_size < len(tokens):
             reason = f"expected {-(-len(tokens) // self._block_size)} cache blocks, got {real}"
         prompt = len(request.prompt_token_ids or ())
-        if options.loss_mask is not None and len(options.loss_mask) != prompt:  # vLLM's input streams extend a prompt
-            reason = reason or f"expected a loss mask of {prompt} tokens, got {len(options.loss_mask)}"
         if reason is not None:
             return self._skip(known, request, reason)
         chosen = choose(options, prompt, tokens, refused)

@@ -156,15 +156,23 @@ def test_two_computations_of_a_row_with_other_generated_tokens_have_other_hashes
     assert meta(scheduler).saves[0].sample_hash == ""  # its token ids identify it
 
 
-def test_a_prompt_that_grew_after_its_loss_mask_was_read_is_not_stored():
-    """Each part of an input stream extends the prompt of vLLM's request. The mask is that of the first part."""
+@pytest.mark.parametrize("params", [{}, {"hidden_states_key": "k"}, {"hidden_states_loss_mask": [1] * 20}])
+@pytest.mark.parametrize("aborted", [False, True])
+def test_an_input_stream_is_not_stored(params, aborted):
+    """Each part of an input stream extends the prompt of vLLM's request. Parameters and hash are of the first part."""
     scheduler = half()
-    r = request(20, 25, hidden_states_key="k", hidden_states_loss_mask=[1] * 20)
-    scheduler.new_request(r)
-    r.prompt_token_ids.extend(range(5))
-    held, answer = scheduler.request_finished(r, [1, 2])
+    stream = request(20, 10 if aborted else 25, request_id="stream-1", **params)
+    stream.resumable = True
+    scheduler.new_request(stream)
+    stream.prompt_token_ids.extend(range(5))
+    whole = request(20, 20, request_id="whole-1", **params)
+    scheduler.new_request(whole)
+    assert scheduler.request_finished(whole, [1, 2])[0]
+    held, answer = scheduler.request_finished(stream, [3, 4])
     assert not held
-    assert answer["hidden_states_meta"]["reason"] == "expected a loss mask of 25 tokens, got 20"
+    assert answer["hidden_states_meta"]["reason"].startswith("expected a request in one part, got an input stream")
+    step = meta(scheduler)
+    assert step.skipped[0].request != step.saves[0].meta["identity"]["request"]  # its reader gets no other sample
 
 
 def test_output_tokens_end_before_the_last_which_was_never_an_input():
