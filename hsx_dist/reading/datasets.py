@@ -26,7 +26,7 @@ from hsx_dist.reading.prefetch import read_ahead
 from hsx_dist.reading.retention import rank_of
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Layers, layers_of
-from hsx_dist.reading.world import SharedEpoch, world_of
+from hsx_dist.reading.world import SharedEpoch, warn_if_growing, world_of
 
 if importlib.util.find_spec("torch") is not None:
     from torch.utils.data import IterableDataset, get_worker_info
@@ -138,6 +138,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         self._reader = ItemReader(source, spec, storage_options, cache_dir, cache_bytes)
         self._shuffle, self._buffer, self._seed = shuffle, shuffle_buffer, seed
         self._rank, self._world = world_of(rank, world_size)
+        if not follow:
+            warn_if_growing(self._reader.selection, self._world)
         self._on_error, self._prefetch, self._threads = on_error, prefetch_bytes, threads
         self._repeat, self._follow = repeat, dict(follow_options or {}) if follow else None
         self._epoch = SharedEpoch()

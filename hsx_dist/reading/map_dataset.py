@@ -14,7 +14,7 @@ from hsx_dist.reading.item_reader import ItemReader, Source
 from hsx_dist.reading.items import ItemSpec
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Layers
-from hsx_dist.reading.world import SharedEpoch
+from hsx_dist.reading.world import SharedEpoch, warn_if_growing
 
 if importlib.util.find_spec("torch") is not None:
     from torch.utils.data import Dataset
@@ -63,6 +63,7 @@ class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
             *(layers, tokens, max_tokens, crop, loss_mask, dict(rename or {}), framework, seed, points),
         )
         self._reader = ItemReader(source, spec, storage_options, cache_dir, cache_bytes)
+        warn_if_growing(self._reader.selection)
         self._threads = threads
         self._epoch = SharedEpoch()
 

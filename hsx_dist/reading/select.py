@@ -26,7 +26,8 @@ class Selection(Sequence[Sample]):
     """Some samples of a run, in the run's order. ``places``: their positions in ``run_index``, int64 ``[n]``.
 
     Keeps the index that ``places`` refer to, since ``Run.refresh`` changes the positions of samples. Data sets accept
-    it in place of a run. Slices are selections, too.
+    it in place of a run. Slices are selections, too. ``by_keys``: whether ``keys`` chose the samples. Then a run that
+    grows does not change the selection.
 
     Example:
         >>> selection = run.select(max_tokens=2048)
@@ -34,17 +35,18 @@ class Selection(Sequence[Sample]):
         (20, [20, 22, 24])
     """
 
-    def __init__(self, run: Run, index: Index, places: np.ndarray[Any, Any]):
+    def __init__(self, run: Run, index: Index, places: np.ndarray[Any, Any], *, by_keys: bool = False):
         self.run = run
         self.run_index = index
         self.places = places
+        self.by_keys = by_keys
 
     def __len__(self) -> int:
         return len(self.places)
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
-            return Selection(self.run, self.run_index, self.places[i])
+            return Selection(self.run, self.run_index, self.places[i], by_keys=self.by_keys)
         return self.sample(int(self.places[i]))
 
     def __iter__(self) -> Iterator[Sample]:
@@ -122,7 +124,7 @@ def select(
         chosen &= index.tokens <= max_tokens
     if split is not None:
         chosen &= _is_val(index.keys, val_fraction) == _side(split)
-    found = Selection(run, index, np.flatnonzero(chosen))
+    found = Selection(run, index, np.flatnonzero(chosen), by_keys=keys is not None)
     if where is not None:
         found = _filtered(found, lambda sample: bool(where(sample.meta)))
     if min_loss_tokens is not None:
@@ -177,4 +179,5 @@ def _filtered(selection: Selection, keep: Callable[[Sample], bool]) -> Selection
     groups = np.split(by_part, np.flatnonzero(np.diff(parts[by_part])) + 1)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="hsx-select") as pool:
         kept = list(pool.map(lambda group: [i for i in group if keep(selection.sample(int(i)))], groups))
-    return Selection(selection.run, selection.run_index, np.array(sorted(int(i) for g in kept for i in g), np.int64))
+    left = np.array(sorted(int(i) for g in kept for i in g), np.int64)
+    return Selection(selection.run, selection.run_index, left, by_keys=selection.by_keys)

@@ -1,12 +1,18 @@
-"""Rank and world size of a training process, and an epoch that it shares with its workers."""
+"""Rank and world size of a training process, samples that its ranks may not share, and an epoch for its workers."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.logger import get_logger
+
+if TYPE_CHECKING:
+    from hsx_dist.reading.select import Selection
+
+log = get_logger(__name__)
 
 
 class SharedEpoch:
@@ -50,6 +56,21 @@ def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: expected 0 … {world_size - 1} of world_size {world_size}, got {rank}. Correct them")
     return rank, world_size
+
+
+def warn_if_growing(selection: Selection, world_size: int | None = None) -> None:
+    """Log a warning if other ranks may have opened the run with other samples. Ranks cannot see each other's samples.
+
+    ``world_size``: default as in ``world_of``.
+    """
+    ranks = _found_world()[1] if world_size is None else world_size
+    if ranks > 1 and not selection.by_keys and not selection.run_index.complete:
+        log.warning(
+            "%s: expected a complete run for %d ranks, got a run that may still grow. Ranks that open it at different "
+            "moments divide different samples: some are read twice, and some by no rank. Wait for the run's end, pass "
+            "follow=True, or pass run.select(keys=…) with the same keys on all ranks",
+            *(selection.run.url, ranks),
+        )
 
 
 def _found_world() -> tuple[int, int]:

@@ -32,6 +32,7 @@ from hsx_dist import (
 from hsx_dist.errors import ConfigError, FormatError, IntegrityError, NotFound
 from hsx_dist.format.codecs import ZstdCodec
 from hsx_dist.format.container import Part
+from hsx_dist.format.place import start_run
 from hsx_dist.reading import Run, map_dataset
 from hsx_dist.reading.collate import pack, pad
 from hsx_dist.reading.order import Dealt, EpochPosition, canonical_order
@@ -39,7 +40,7 @@ from hsx_dist.store import Store, open_store
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
-from tests.harness.runs import store_run
+from tests.harness.runs import RunWriter, store_run, whole
 from tests.soak.claim_kinds import sealed
 
 N = 23
@@ -260,6 +261,31 @@ def test_a_shuffled_epoch_is_the_same_again_and_another_in_the_next(url: str) ->
     parts = [keys(0, rank=r, world_size=3) for r in range(3)]
     assert sorted(k for p in parts for k in p) == [s.key for s in SAMPLES]
     assert [len(HiddenStatesDataset(url, rank=r, world_size=3)) for r in range(3)] == [len(p) for p in parts]
+
+
+def test_ranks_over_a_run_that_may_grow_are_warned(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    store = MemoryStore()
+    start_run(store, {"meaning": {"layers": list(SAMPLES[0].layer_ids)}})
+    writer = RunWriter(store)
+    writer.put([whole(s, i) for i, s in enumerate(SAMPLES[:4])])
+    run = Run(store)
+
+    def warnings(make: Any, *args: Any, **options: Any) -> int:
+        caplog.clear()
+        list(make(*args, **options)) if make is HiddenStatesDataset else make(*args, **options)
+        return len([r for r in caplog.records if "some by no rank" in r.getMessage()])
+
+    ranks = {"rank": 0, "world_size": 2}
+    named = run.select(keys=["s00", "s02", "s03"], where=lambda meta: "bad" not in meta)[1:]
+    assert warnings(HiddenStatesDataset, run, **ranks) == 1
+    assert warnings(HiddenStatesDataset, run.select(min_tokens=1), **ranks) == 1
+    assert warnings(HiddenStatesDataset, named, **ranks) == 0
+    assert warnings(HiddenStatesDataset, run, rank=0, world_size=1) == warnings(HiddenStatesMapDataset, run) == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert warnings(HiddenStatesMapDataset, run) == 1
+    writer.complete()
+    assert warnings(HiddenStatesDataset, run, **ranks) == 1, "the list of samples is older than the run's end"
+    assert warnings(HiddenStatesDataset, Run(store), **ranks) == warnings(HiddenStatesMapDataset, Run(store)) == 0
 
 
 def test_samples_that_are_read_together_are_in_few_parts() -> None:
