@@ -22,6 +22,7 @@ from hsx_dist.ray_arguments import sendable
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.column import StoredPoint
 from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.index import Index
 from hsx_dist.reading.select import Selection
 
 #: Samples per block of Ray Data.
@@ -49,7 +50,7 @@ class HiddenStatesSource(Datasource):  # type: ignore[misc]
         groups = [g for g in np.array_split(ordered, max(1, min(parallelism, len(ordered)))) if len(g)]
         return [
             ReadTask(
-                _reader(Selection(run, index, np.sort(group)), self._options),
+                _reader(_alone(run, index.only(np.sort(group))), self._options),
                 BlockMetadata(
                     # A part of the rows may be skipped.
                     num_rows=None if self._options.get("on_error") == "skip" else len(group),
@@ -77,6 +78,14 @@ class HiddenStatesSource(Datasource):  # type: ignore[misc]
         rows = {name: _row_bytes(point) for name, point in first.points.items()}
         wanted = sum(rows[name] * len(first.points[name].layers if layers is None else layers) for name in points)
         return wanted / sum(rows[name] * len(point.layers) for name, point in first.points.items())
+
+
+def _alone(run: Run, index: Index) -> Selection:
+    """The samples of ``index``, of a copy of the run that has no others.
+
+    With the run's whole index in each task, all tasks together would grow with the square of the run's size.
+    """
+    return Selection(run.snapshot(index), index, np.arange(len(index)))
 
 
 def _row_bytes(point: StoredPoint) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence, Set
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -120,6 +121,26 @@ class Index:
             found[at] = self._several.all_of(there)[-1 - self._slot[at]]
         return found
 
+    def only(self, places: _Array) -> Index:
+        """The samples at ``places`` alone, with their parts. Without rows' fates. Its size is that of these samples."""
+        found = copy(self)
+        found.conflicts, found.refused, found.failed = [], {}, {}
+        found.keys, found._places = [self.keys[i] for i in places], None
+        for name in ("rows", "tokens", "raw_bytes", "stored_bytes", "_slot", "_hash"):
+            setattr(found, name, getattr(self, name)[places])
+        at = np.flatnonzero(found._slot < 0)
+        found._several = self._several.only(-1 - found._slot[at])
+        found._slot[at] = -1 - np.arange(len(at))
+        several, parts, groups = found._several, self.part_of[places], self.group_of[places]
+        used = np.unique(np.concatenate([parts, groups, several.parts]))
+        found.part_of, found.group_of = (np.searchsorted(used, x).astype(x.dtype) for x in (parts, groups))
+        several.move_parts(used)
+        found.parts = [replace(self.parts[i], rows=(), void=()) for i in used]
+        names = [(r.part, r) for r in found.parts if r.part is not None]
+        found.parts_by_name = {name: r for name, r in names if name in self.parts_by_name}
+        found.tokens_in = {name: self.tokens_in[name] for name, _ in names}
+        return found
+
     def digest(self) -> str:
         """Hash of all samples in order (keys, lengths, token ids), 32 hex digits."""
         hashes = self._hash.copy()
@@ -163,6 +184,24 @@ class _Several:
         self._ends: _Array = np.cumsum(sizes)
         self._starts: _Array = self._ends - sizes
         self.part: _Array = self.parts[self._starts]
+
+    def only(self, chosen: _Array) -> _Several:
+        """The samples at ``chosen`` alone."""
+        found = copy(self)
+        found.keys = [self.keys[i] for i in chosen]
+        for name in ("row", "tokens", "raw_bytes", "stored_bytes", "group", "part"):
+            setattr(found, name, getattr(self, name)[chosen])
+        spans = [np.arange(self._starts[i], self._ends[i]) for i in chosen]
+        segments = np.concatenate([np.empty(0, np.int64), *spans])
+        found._numbers, found._hashes = self._numbers[segments], self._hashes[segments]
+        found._ends = np.cumsum([0, *map(len, spans)])[1:]
+        found._starts = found._ends - [len(span) for span in spans]
+        return found
+
+    def move_parts(self, used: _Array) -> None:
+        """Count parts within ``used``, ascending positions of parts. Changes this object: it must be of ``only``."""
+        self._numbers[:, 10] = np.searchsorted(used, self._numbers[:, 10])
+        self.part, self.group = np.searchsorted(used, self.part), np.searchsorted(used, self.group)
 
     @property
     def parts(self) -> _Array:

@@ -207,9 +207,9 @@ class Run:
         other._parts = _Parts()
         return other
 
-    def snapshot(self) -> Run:
-        """A copy with the same samples. A later ``refresh`` of this run does not change it."""
-        index = self.index
+    def snapshot(self, index: Index | None = None) -> Run:
+        """A copy with the same samples, or those of ``index``. A later ``refresh`` of this run does not change it."""
+        index = self.index if index is None else index
         other = object.__new__(type(self))  # copy.copy would call __setstate__, which opens the store again
         other.__dict__.update(self.__dict__, _index=index, _reader=ManifestReader())
         other._renew_locks()

@@ -70,6 +70,17 @@ def test_the_index_says_what_the_manifest_says(receipts: list[tuple], complete: 
     assert {run.keys()[i] for i in np.flatnonzero(run.index.stored_in(stored))} == inside
     assert run.index.conflicts == manifest.conflicts
     assert pickle.loads(pickle.dumps(run.index)).keys == run.keys()
+    for start, step in ((0, 1), (0, 2), (1, 2), (1, 3)):
+        places = np.arange(len(run))[start::step]
+        few = run.index.only(places)
+        assert [few[i] for i in range(len(few))] == [run.index[int(i)] for i in places]
+        assert few.parts_in_use() <= run.index.parts_in_use()
+        assert {few.keys[i] for i in np.flatnonzero(few.stored_in(stored))} == inside & set(few.keys)
+        for name, receipt in few.parts_by_name.items():
+            assert replace(receipt, rows=()) == replace(run.index.parts_by_name[name], rows=(), void=())
+            assert few.tokens_in[name] == run.index.tokens_in[name]
+        named = [few.parts[i].id for i in few.group_of]
+        assert named == [run.index.parts[i].id for i in run.index.group_of[places]]
 
 
 def test_samples_are_selected_by_key_length_split_and_metadata(tmp_path: Path) -> None:
