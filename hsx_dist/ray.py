@@ -35,6 +35,8 @@ class HiddenStatesSource(Datasource):  # type: ignore[misc]
     def __init__(self, selection: Selection, options: Mapping[str, Any]):
         super().__init__()
         self._selection, self._options = selection, dict(options)
+        if (options.get("rename") or {}).get("key", "key") is not None:
+            _require_utf8(selection)
 
     def estimate_inmemory_data_size(self) -> int | None:
         """Bytes of all states, decoded to float32 if they are bf16."""
@@ -103,7 +105,7 @@ def _reader(selection: Selection, options: Mapping[str, Any]) -> Callable[[], It
             columns = {
                 name: [item[name] for item in items]
                 if isinstance(items[0][name], str)
-                else ArrowTensorArray.from_numpy(_ragged([item[name] for item in items]))
+                else ArrowTensorArray.from_numpy(_joined(name, items))
                 for name in items[0]
             }
             items.clear()
@@ -120,8 +122,26 @@ def _reader(selection: Selection, options: Mapping[str, Any]) -> Callable[[], It
     return read
 
 
-def _ragged(arrays: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Join arrays into one array for Ray's tensor columns: an object array if their lengths differ."""
+def _require_utf8(selection: Selection) -> None:
+    for key in selection.keys():  # noqa: SIM118 - a list
+        if not key.isascii() and any("\ud800" <= c <= "\udfff" for c in key):
+            raise ConfigError(
+                f"key {key[:100]!a}: expected valid Unicode, which Arrow requires, got a lone surrogate. Leave the "
+                "sample out with select, or pass rename={'key': None}"
+            )
+
+
+def _joined(name: str, items: list[dict[str, Any]]) -> np.ndarray[Any, Any]:
+    """Join the arrays ``name`` into one array for Ray's tensor columns: an object array if their lengths differ."""
+    arrays: list[np.ndarray[Any, Any]] = [item[name] for item in items]
+    first = arrays[0]
+    for i, a in enumerate(arrays):
+        if a.dtype.kind != first.dtype.kind:  # numpy would turn both into a third type: integers above 2**53 change
+            raise ConfigError(
+                f"{name}: expected arrays of one type in all samples, got {first.dtype} in sample "
+                f"{items[0].get('key', 0)!r} and {a.dtype} in sample {items[i].get('key', i)!r}. Read the samples of "
+                "each type with a selection of their keys, or leave the array out of rename"
+            )
     if len({a.shape for a in arrays}) == 1:
         return np.stack(arrays)
     out = np.empty(len(arrays), object)
@@ -155,7 +175,8 @@ def read_hidden_states(
         options: for ``HiddenStatesDataset``: ``tokens``, ``max_tokens``, ``rename``, ``loss_mask``, ``on_error``, …
 
     Raises:
-        ConfigError: an option is not allowed here; the first sample lacks a point or layer.
+        ConfigError: an option is not allowed here; the first sample lacks a point or layer; a key is no valid
+            Unicode, unless ``rename`` removes keys. While reading: samples have arrays of one name in several types.
         RunError, StoreError: see ``open_run``.
 
     Example:

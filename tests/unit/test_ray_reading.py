@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from ray import cloudpickle
 from ray.data.block import BlockAccessor
 
 from hsx_dist import open_run
+from hsx_dist.errors import ConfigError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.place import start_run
 from hsx_dist.ray import HiddenStatesSource
@@ -53,3 +55,26 @@ def test_tasks_read_each_selected_sample_once(tmp_path: Path) -> None:
     for sample in samples:
         right = (sample.states.astype(np.uint32) << 16).view(np.float32)
         np.testing.assert_array_equal(found[sample.key]["hidden_states"], right)
+
+
+def test_a_key_that_arrow_cannot_store_is_named(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    store_run(open_store(url), [random_sample("ok", 5), random_sample("bad\ud800", 5)])
+    with pytest.raises(ConfigError, match=r"'bad\\ud800'.*expected valid Unicode"):
+        list(rows_of(url, 1))
+    assert len(list(rows_of(url, 1, rename={"key": None}))) == 2
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_arrays_of_one_name_keep_their_type(tmp_path: Path, length: int) -> None:
+    url = str(tmp_path)
+    whole_numbers = {"s0000": np.full(length, 2**53 + 1), "s0001": np.full(1, 7)}
+    store_run(open_store(url), samples_of(3), attached=lambda s: {"score": whole_numbers.get(s.key, np.ones(1))})
+    with pytest.raises(ConfigError, match=r"score: .* got int64 in sample 's0000' and float64 in sample 's0002'"):
+        list(rows_of(url, 1, rename={"score": "score"}))
+    run = open_run(url)
+    [task] = HiddenStatesSource(run.select(keys=["s0000", "s0001"]), {"rename": {"score": "score"}}).get_read_tasks(1)
+    rows = [row for block in task() for row in BlockAccessor.for_block(block).iter_rows(public_row_format=False)]
+    assert {row["key"]: np.asarray(row["score"]).tolist() for row in rows} == {
+        key: right.tolist() for key, right in whole_numbers.items()
+    }
