@@ -56,7 +56,7 @@ from hsx_dist.transport.local_end import registered
 from hsx_dist.vllm_patches import captures, rejections, resets
 from hsx_dist.vllm_patches.cache_writes import watch
 from hsx_dist.vllm_patches.loads import Loads, loaded_tokens, warn_of_loads
-from hsx_dist.vllm_patches.no_drafts import never_draft, uses_v1_runner
+from hsx_dist.vllm_patches.no_drafts import never_draft, sample_without_drafts, uses_v1_runner
 from hsx_dist.vllm_patches.rejections import was_rejected
 
 if TYPE_CHECKING:
@@ -116,6 +116,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             if self._layer_ids is not None:
                 dtype = str(model.dtype).removeprefix("torch.")
                 self._capture((CapturedPoint(HIDDEN_STATES, self._layer_ids, model.get_hidden_size(), dtype),))
+
+        if role == KVConnectorRole.WORKER and self._layer_ids is not None and uses_v1_runner(vllm_config):
+            sample_without_drafts()
 
         if role == KVConnectorRole.SCHEDULER:
             warn_of_short_limits(self._settings, vllm_config)

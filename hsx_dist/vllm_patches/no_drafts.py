@@ -8,27 +8,53 @@ tokens, and the V1 runner accepts wrong drafts. With asynchronous scheduling an 
 rejection sampler of the CPU build follows neither the model's distribution nor the request's seed. The V2 runner
 verifies correctly, and keeps its drafts.
 
+The rejection sampler also gets batches without drafts, and two kinds of requests then end the engine: those with
+``top_k`` and no ``top_p`` (CPU build), and those with ``logprob_token_ids``.
+
 The patch: a request's class gets an attribute ``spec_token_ids`` that is always empty, so the scheduler never
-schedules a draft. States are cached all the same: the drafter runs on every scheduled token.
+schedules a draft. States are cached all the same: the drafter runs on every scheduled token. The workers sample a batch
+without drafts with vLLM's sampler of models without a drafter.
 
 How a change of vLLM is noticed: the first request does not have the attribute. A warning is logged, and drafts are
-verified as without the patch. The tests run the real schedulers and count scheduled drafts.
+verified as without the patch. The tests run the real schedulers and count scheduled drafts. ``sample_without_drafts``
+raises if the rejection sampler is missing; the tests send both kinds of requests to a server.
 """
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 from hsx_dist.logger import get_logger
 
 log = get_logger(__name__)
 
+#: Attribute of the patched method: vLLM's method.
+_OF_VLLM = "_hsx_of_vllm"
 _UNDRAFTED: dict[type, type] = {}
 
 
 def uses_v1_runner(vllm_config: Any) -> bool:
     """Whether an engine of this configuration has the V1 model runner. Releases before the V2 runner have no switch."""
     return not getattr(vllm_config, "use_v2_model_runner", False)
+
+
+def sample_without_drafts() -> None:
+    """Patch vLLM's rejection sampler in this process. A second call changes nothing."""
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    theirs = RejectionSampler.forward
+    if hasattr(theirs, _OF_VLLM):
+        return
+
+    @wraps(theirs)
+    def forward(self: Any, metadata: Any, draft_probs: Any, logits: Any, sampling_metadata: Any) -> Any:
+        if len(metadata.draft_token_ids):
+            return theirs(self, metadata, draft_probs, logits, sampling_metadata)
+        return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
+
+    setattr(forward, _OF_VLLM, theirs)
+    RejectionSampler.forward = forward
 
 
 def never_draft(request: Any) -> None:

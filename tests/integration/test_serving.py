@@ -218,6 +218,17 @@ def test_the_guides_snippets_have_states_without_the_store(served, oracle, token
     assert command[1] == f"{HiddenStatesMiddleware.__module__.rpartition('.')[0]}.{HiddenStatesMiddleware.__name__}"
 
 
+def test_sampling_parameters_that_vllms_rejection_sampler_cannot_handle_leave_the_engine_running(served):
+    """Extraction makes vLLM use its rejection sampler. With these requests it ended the engine."""
+    ask = {"model": "tiny", "prompt": "Sampled.", "max_tokens": 3, "temperature": 1.0}
+    sampled = [served.client.completions.create(**ask, extra_body={"top_k": 5, "seed": 1}) for _ in range(2)]
+    assert sampled[0].choices[0].text == sampled[1].choices[0].text
+    body = {"model": "tiny", "query": [5, 6], "items": [[9, 10], [11]], "label_token_ids": [3, 4]}
+    scored = httpx.post(f"{served.url}/generative_scoring", json=body, timeout=60)
+    assert scored.status_code < 500, scored.text
+    assert httpx.get(f"{served.url}/health", timeout=10).status_code == 200
+
+
 def test_every_choice_of_batches_and_streams_has_states_that_are_exact(served, oracle, tokenizer):
     prompts = ["Inline, the first.", "And inline the second one."]
     ask = {"model": "tiny", "max_tokens": 3, "extra_body": {"hidden_states_inline": True}, "temperature": 1.0}

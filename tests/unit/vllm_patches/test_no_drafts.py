@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from hsx_dist.vllm_patches.no_drafts import never_draft
+from hsx_dist.vllm_patches.no_drafts import never_draft, sample_without_drafts
 from tests.unit.vllm_patches.engine_config import engine_config
 
 
@@ -81,3 +82,20 @@ def test_vllms_schedulers_schedule_drafts_for_the_v2_runner_alone(tiny_model_pat
         scheduler.update_from_output(out, ModelRunnerOutput(["r"], {"r": 0}, sampled_token_ids=[[7]]))
         scheduler.update_draft_token_ids(DraftTokenIds(["r"], [[7]]))  # the synchronous scheduler needs this call
     assert drafts == (2 if v2 else 0)
+
+
+def test_batches_without_drafts_are_sampled_as_without_a_drafter(monkeypatch):
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    calls = []
+    monkeypatch.setattr(RejectionSampler, "forward", lambda self, *rest: calls.append(rest))
+    sample_without_drafts()
+    patched = RejectionSampler.forward
+    sample_without_drafts()
+    assert RejectionSampler.forward is patched
+    sampler = SimpleNamespace(sampler=lambda **given: given)
+    none, some = (SimpleNamespace(draft_token_ids=torch.zeros(n, dtype=torch.int32)) for n in (0, 2))
+    assert patched(sampler, none, None, "logits", "about") == {"logits": "logits", "sampling_metadata": "about"}
+    assert not calls
+    patched(sampler, some, None, "logits", "about")
+    assert calls == [(some, None, "logits", "about")]
