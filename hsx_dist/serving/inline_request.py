@@ -62,12 +62,15 @@ class InlineRequest:
                     f"expected some of the captured points and layers, got others. Stored: {_shown(file)}",
                     f"{PARAMS}.hidden_states_points",
                 )
-        if self.params.get("hidden_states_loss_mask") is not None and not file.has_mask:
+        tokens = TokenSelection.read(self.params.get("hidden_states_tokens") or "all")
+        mask = self.params.get("hidden_states_loss_mask")
+        prompt_tokens = file.meta.get("prompt_tokens", file.request_tokens)
+        # A mean is stored without its mask.
+        if mask is not None and not (len(mask) == prompt_tokens if tokens.kind == "mean" else file.has_mask):
             raise bad_request(
                 "expected one entry for each token of the prompt, got another number",
                 f"{PARAMS}.hidden_states_loss_mask",
             )
-        tokens = TokenSelection.read(self.params.get("hidden_states_tokens") or "all")
         if not (file.has_mask if tokens.kind == "loss_mask" else tokens.of(file.request_tokens)):
             raise bad_request(
                 f"expected a selection of some of the request's {file.request_tokens} tokens, and for loss_mask a "

@@ -52,6 +52,7 @@ class OuterServer:
     - ``stores``: whether samples are stored. ``fails``: the reason why not.
     - ``fail_stream``: an error in the stream.
     - ``refused``: the parameters that the connector refused.
+    - ``meta``: of the stored samples.
     """
 
     folder: Path
@@ -63,6 +64,7 @@ class OuterServer:
     fail_stream: bool = False
     attached: Any = None
     refused: Mapping[str, str] | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
     app: Any = None
     seen: list[bytes] = field(default_factory=list)
     stored: dict[str, RandomSample] = field(default_factory=dict)
@@ -98,7 +100,7 @@ class OuterServer:
                 (self.folder / f"{name}.new").rename(self.folder / name)  # a waiting request reads it whole
                 continue
             self.stored[key] = random_sample(key, self.tokens, layer_ids=self.layers, seed=i)
-            store_sample(self.folder, self.stored[key], attached=self.attached)
+            store_sample(self.folder, self.stored[key], attached=self.attached, **self.meta)
 
     async def _events(self, chat: bool, choices: int) -> Any:
         about = {

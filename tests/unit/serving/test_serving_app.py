@@ -447,6 +447,17 @@ def test_an_inline_answer_has_the_requested_layers_and_tokens(tmp_path):
     assert json.loads(server.seen[0])["kv_transfer_params"] == {**params, "hidden_states_key": key}
 
 
+@pytest.mark.parametrize(("mask", "status"), [([1, 0], 200), ([1, 0, 1], 400)])
+@pytest.mark.parametrize("meta", [{"tokens": {"of": 2}}, {"tokens": {"of": 5}, "prompt_tokens": 2}])
+def test_a_mean_is_stored_without_its_loss_mask(tmp_path, mask, status, meta):
+    params = {"hidden_states_tokens": "mean", "hidden_states_loss_mask": mask}
+    with client(outer_server(tmp_path, tokens=1, meta=meta)) as c:
+        answer = c.post("/v1/completions", json={**INLINE, "kv_transfer_params": params})
+    assert answer.status_code == status
+    if status == 400:
+        assert answer.json()["error"]["param"] == "kv_transfer_params.hidden_states_loss_mask"
+
+
 def test_other_requests_and_refused_ones_pass_unchanged(tmp_path):
     server = outer_server(tmp_path)
     with client(server) as c:
