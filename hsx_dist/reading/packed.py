@@ -56,7 +56,7 @@ class PackedContexts(DerivedDataset):
         require_positive(contexts=contexts, context_tokens=context_tokens)
         dataset.name_layers()
         super().__init__(dataset)
-        self._shape, self._drop_last = (contexts, context_tokens), drop_last
+        self._shape, self._drop_last = (int(contexts), int(context_tokens)), drop_last
 
     def _batches(
         self, items: Iterator[dict[str, Any]], progress: Iteration, at: Mapping[str, Any]

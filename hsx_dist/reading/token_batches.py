@@ -35,12 +35,19 @@ from hsx_dist.reading.mixer import (
 from hsx_dist.reading.order import check_state
 from hsx_dist.reading.scaling import Scaling, scaler
 
+
+def _mix_check(value: Any) -> str | None:
+    """A ``MemberCheck`` for ``_mix``. A seed may have any size: torch's have 64 bits."""
+    seeded = isinstance(value, list | tuple) and len(value) > 0 and type(value[0]) is int
+    return list_of(number)(value[1:] if seeded else value)
+
+
 #: Members of a saved state.
 _MEMBERS = {
     **dict.fromkeys(("buffers", "oldest", "rows", "batches"), count),
     **dict.fromkeys(("first", "factors"), text),
     "blocks": list_of(text),
-    "mix": list_of(number),
+    "mix": _mix_check,
 }
 
 
@@ -116,6 +123,7 @@ class TokenBatches(DerivedDataset):
                 f"keep: expected a fraction from 0 to less than 1, got {keep!r}. Set such a fraction, usually 0.5"
             )
         require_positive(0, seed=seed)
+        batch_tokens, keep, seed = int(batch_tokens), float(keep), int(seed)  # JSON types: the state has them
         dataset.name_layers()
         super().__init__(dataset)
         self._batch, self._keep = batch_tokens, keep

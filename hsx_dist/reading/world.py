@@ -55,7 +55,7 @@ def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
         rank, world_size = _found_world()
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: expected 0 … {world_size - 1} of world_size {world_size}, got {rank}. Correct them")
-    return rank, world_size
+    return int(rank), int(world_size)  # numbers of numpy are not JSON types, which states need
 
 
 def warn_if_growing(selection: Selection, world_size: int | None = None) -> None:

@@ -749,3 +749,23 @@ def test_skipped_samples_of_all_ranks_are_counted_once_after_a_merge(tmp_path: P
         state = merge_states([data.state_dict() for _, data in ranks])
         assert not begun or sum(one.skipped for one, _ in ranks) == 4
     assert (state["datasets"][0] if kind == "mixed" else state)["skipped"] == 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: TokenBatches(data(), 16, buffer_tokens=64, seed=2**64 - 1),
+        lambda data: TokenBatches(data(), np.int64(16), buffer_tokens=np.int64(64), seed=np.int64(3)),
+        lambda data: TokenBatches(data(), 16, buffer_tokens=64, keep=np.float32(0.5)),
+        lambda data: PackedContexts(data(), np.int64(2), np.int64(24)),
+        lambda data: data(rank=np.int64(0), world_size=np.int64(2)),
+    ],
+)
+def test_a_state_of_large_seeds_and_numbers_of_numpy_resumes(url: str, make: Any) -> None:
+    first = make(lambda **ranks: HiddenStatesDataset(url, layers=[15], **ranks))
+    items = iter(first)
+    next(items)
+    state = json.loads(json.dumps(first.state_dict()))
+    again = make(lambda **ranks: HiddenStatesDataset(url, layers=[15], **ranks))
+    again.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert next(iter(again))["input_ids"].tolist() == next(items)["input_ids"].tolist()
