@@ -84,13 +84,15 @@ class Retention:
     def ack(self, *keys: str) -> None:
         """Record that this rank of this consumer has used these samples and needs them no more.
 
+        The run may store a copy of a used sample later, if rows were computed again. Call ``ack()`` without keys at the
+        end, and while the extraction pauses, to mark the parts of such copies.
+
         Raises:
             RunError: a key is not in the run, or belongs to another rank.
             StoreError: the store failed.
         """
-        if any(key not in self._manifest.samples for key in keys):
-            self._refresh()
-            self._due |= self._manifest.parts.keys() - self._marked  # parts without samples of this rank too
+        if not keys or any(key not in self._manifest.samples for key in keys):
+            self._find_parts()
         for key in keys:
             record = self._manifest.samples.get(key)
             if record is None or rank_of(key, self._world) != self._rank:
@@ -101,6 +103,17 @@ class Retention:
                 )
             self._used.add(key)
             self._due |= self._manifest.parts_of(key)
+        marked = len(self._marked)
+        self._mark_due()
+        if len(self._marked) > marked and self._manifest.parts.keys() <= self._marked:
+            self._find_parts()  # later parts may have copies of used samples alone: no unknown key would lead to them
+            self._mark_due()
+
+    def _find_parts(self) -> None:
+        self._refresh()
+        self._due |= self._manifest.parts.keys() - self._marked  # parts without samples of this rank too
+
+    def _mark_due(self) -> None:
         for part in sorted(self._due):
             self._mark(part)
             self._due.discard(part)

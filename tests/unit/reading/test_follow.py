@@ -431,6 +431,25 @@ def test_a_part_that_holds_half_a_sample_stays_until_the_run_is_over() -> None:
     assert not list(store.list("data/"))
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_parts_of_copies_alone_are_removed_too(late: bool) -> None:
+    store = MemoryStore()
+    start_run(store, {})
+    one = RunWriter(store, name="one")
+    two = RunWriter(store, name="two", attempt=one.attempt)
+    rows = [whole(s, i) for i, s in enumerate(SAMPLES[:2])]
+    one.put(rows)
+    retention = Retention(open_place(store))
+    retention.ack(SAMPLES[0].key)
+    if not late:
+        two.put(rows)  # rows whose writer was lost were computed again
+    retention.ack(SAMPLES[1].key)
+    if late:
+        two.put(rows)
+        retention.ack()
+    assert [name for name in store.objects if "/data/" in name] == []
+
+
 def test_retention_reads_each_receipt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     write_v1_run(store, {})
