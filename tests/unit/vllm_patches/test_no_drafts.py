@@ -88,7 +88,7 @@ def test_batches_without_drafts_are_sampled_as_without_a_drafter(monkeypatch):
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
     calls = []
-    monkeypatch.setattr(RejectionSampler, "forward", lambda self, *rest: calls.append(rest))
+    monkeypatch.setattr(RejectionSampler, "forward", lambda _, *rest: calls.append(rest))
     sample_without_drafts()
     patched = RejectionSampler.forward
     sample_without_drafts()
