@@ -28,6 +28,16 @@ BARS = (
 #: Text of a row of README's table, the benchmark, and the measurement's name in bench.json.
 ROWS = (
     (
+        "Prefill: engine tokens/s, stored on disk ÷ no extraction",
+        "engine",
+        _PREFILL + "ours, durable ÷ no extraction, tokens/s (file)",
+    ),
+    (
+        "Prefill: engine tokens/s, vLLM's extraction alone ÷ no extraction",
+        "engine",
+        _PREFILL + "vLLM's own path: null ÷ none, tokens/s (null)",
+    ),
+    (
         "Prefill: stored tokens/s, ours ÷ vLLM's own connector, files on one disk",
         "engine",
         _PREFILL + "durable ÷ vLLM's own, until all is written (file)",
