@@ -17,6 +17,7 @@ import os
 import queue
 import resource
 import stat
+import struct
 import sys
 import threading
 import time
@@ -298,7 +299,13 @@ class ObjectLocks:
                 if _flock(fd, fcntl.LOCK_EX):
                     return (os.dup(fd), True) if is_at(fd, place, file) else None
                 if _flock(fd, fcntl.LOCK_SH):
-                    return _replace(place, file), True
+                    # Readers hold it. Another server may have replaced it since it was opened, and hold the new file.
+                    alone = _locks_out_replacers(fd)
+                    if not is_at(fd, place, file):
+                        return None
+                    if alone:
+                        return _replace(place, file), True
+                    fcntl.flock(fd, fcntl.LOCK_UN)
                 return (os.dup(fd), False) if last else None
             finally:
                 os.close(fd)
@@ -330,6 +337,20 @@ def _flock(fd: int, kind: int) -> bool:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    return True
+
+
+def _locks_out_replacers(fd: int) -> bool:
+    """Lock a file against other callers until ``fd`` is closed. Readers use ``flock``, which does not see this lock."""
+    if not hasattr(fcntl, "F_OFD_SETLK"):
+        return True  # macOS
+    whole_file = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole_file)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # a file system without such locks
+        return True
     return True
 
 

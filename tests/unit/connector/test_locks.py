@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hsx_dist.connector import locks as locks_module
 from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.errors import Denied
 from hsx_dist.reading.object_lock import exclusive_lock, shared_lock
@@ -184,6 +185,32 @@ def test_a_lock_held_by_a_reader_is_replaced_so_that_new_readers_wait(tmp_path):
         assert is_held(path)
         assert [p.name for p in tmp_path.iterdir()] == [path.name]
     locks.release("r", stored=True)
+    assert not is_held(path)
+
+
+@pytest.mark.parametrize("when", ["before it locks", "before it replaces"])
+def test_of_two_servers_that_replace_a_readers_lock_one_holds_it(tmp_path, monkeypatch, when):
+    """The second server has opened the file before the first one replaced it."""
+    name, path = "a.safetensors", tmp_path / "a.safetensors.lock"
+    path.touch()
+    first, second = ObjectLocks(tmp_path), ObjectLocks(tmp_path)
+    step = "_flock" if when == "before it locks" else "_replace"
+    theirs = getattr(locks_module, step)
+
+    def later(*args):
+        if step == "_replace" or args[1] == fcntl.LOCK_SH:
+            monkeypatch.setattr(locks_module, step, theirs)
+            first.hold(name, "a")
+        return theirs(*args)
+
+    with path.open() as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        monkeypatch.setattr(locks_module, step, later)
+        second.hold(name, "b")
+    assert [locks._held[name].held for locks in (first, second)].count(True) == 1
+    assert is_held(path)
+    for locks, request in ((first, "a"), (second, "b")):
+        locks.release(request, stored=True)
     assert not is_held(path)
 
 
