@@ -173,6 +173,7 @@ def read_hidden_states(
         layers: vLLM's layer ids; ``None``: all stored layers. Each of the ``points`` must have them.
         override_num_blocks, concurrency, ray_remote_args: see ``ray.data.read_datasource``.
         options: for ``HiddenStatesDataset``: ``tokens``, ``max_tokens``, ``rename``, ``loss_mask``, ``on_error``, …
+            With ``on_error="skip"``, tasks log skipped samples. Compare the number of rows with that of the samples.
 
     Raises:
         ConfigError: an option is not allowed here; the first sample lacks a point or layer; a key is no valid
