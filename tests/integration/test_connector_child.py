@@ -9,6 +9,7 @@ import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
@@ -36,11 +37,15 @@ def test_flush_without_the_extension_says_how_to_get_it():
 
 
 class HangingStore(ThreadingHTTPServer):
-    """Accepts a connection and a request, and answers only after ``go`` is set: an S3 that hangs."""
+    """Accepts a connection and a request, and answers only after ``go`` is set: an S3 that hangs.
+
+    It answers for the server's probe of conditional puts, with which the server starts.
+    """
 
     def __init__(self):
         self.go = threading.Event()
         self.puts = 0
+        self.probes: dict[str, bytes] = {}
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -54,7 +59,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         assert isinstance(self.server, HangingStore)
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if "/probe-" in self.path:
+            self._probe(body)
+            return
         self.server.go.wait()
         self.server.puts += 1
         self.send_response(200)
@@ -63,6 +71,30 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     do_DELETE = do_PUT  # noqa: N815
+
+    def do_GET(self) -> None:
+        assert isinstance(self.server, HangingStore)
+        self._answer(200, self.server.probes[urlsplit(self.path).path])
+
+    def _probe(self, body: bytes) -> None:
+        assert isinstance(self.server, HangingStore)
+        name = urlsplit(self.path).path
+        if self.command == "DELETE":
+            self.server.probes.pop(name, None)
+            self._answer(204)
+        elif name in self.server.probes:
+            self._answer(412, b"<Error><Code>PreconditionFailed</Code><Message>it exists</Message></Error>")
+        else:
+            self.server.probes[name] = body
+            self._answer(200)
+
+    def _answer(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", '"0"')
+        self.send_header("Last-Modified", "Wed, 25 Nov 2026 12:00:00 GMT")
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *args: object) -> None: ...
 
