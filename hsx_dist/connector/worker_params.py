@@ -24,6 +24,7 @@ log = get_logger(__name__)
 _OF_CONNECTORS = {PARAMS, "ec_transfer_params"}
 #: Levels of another value of ``extra_args``. vLLM allows schemas 64 levels. Pickle raises at about 500 levels.
 MAX_DEPTH = 100
+#: Values that are checked one by one.
 MAX_VALUES = 32
 #: Lists and objects in such a value: the check visits each within the engine's step.
 MAX_CONTAINERS = 10_000
@@ -41,13 +42,14 @@ def withhold_from_workers(scheduler_output: SchedulerOutput) -> None:
             continue
         kept = {k: v for k, v in extra.items() if k not in _OF_CONNECTORS}
         if is_deeper(kept, MAX_DEPTH + 1, MAX_CONTAINERS + 1):
-            few = len(kept) <= MAX_VALUES
+            own, few = len(kept), len(kept) <= MAX_VALUES
             kept = {
                 k: v
                 for k, v in kept.items()
                 if not isinstance(v, list | tuple | dict) or (few and not is_deeper(v, MAX_DEPTH, MAX_CONTAINERS))
             }
-            _warn_once()
+            if len(kept) < own:
+                _warn_once()
         if len(kept) == len(extra):
             continue
         new.sampling_params = copy.copy(params)  # the request and the prompt's other choices share the object

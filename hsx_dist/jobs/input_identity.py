@@ -33,8 +33,9 @@ def count_rows(place: Place, rows: Rows, manifest: Manifest, *, retry_poison: bo
         total += 1
         todo += not accounted(row, manifest, retry_poison=retry_poison)
         keys = [row.key]
-        if isinstance(row, RowFate) and "#" in row.key:  # an unreadable row has another key than the same row had
-            file, _, number = row.key.rpartition("#")
+        file, mark, number = row.key.rpartition("#")
+        # An unreadable row has another key than the same row had. A refused row with an id may have any key.
+        if isinstance(row, RowFate) and mark and len(number) >= 8 and number.isascii() and number.isdecimal():
             keys.append(f"{file}:{number}" if file else str(int(number)))
         for key in keys:
             if (content := manifest.content_of(key)) is not None:

@@ -92,6 +92,13 @@ def test_a_stored_row_that_is_refused_now() -> None:
         check(refused, (PROMPTS, ALL))
 
 
+@pytest.mark.parametrize("key", ["#tag", "a#b", "#1", "rows#0000000x", "#٠٠٠٠٠٠٠٠"])
+def test_a_refused_row_may_have_any_id(key: str) -> None:
+    refused = RowFate(key, 2, "refused", "expected exactly one of text, messages and token_ids", 0)
+    place = start_run(MemoryStore(), {})
+    assert count_rows(place, lambda: iter([refused]), load_manifest(place.store)) == (1, 1)
+
+
 @pytest.mark.parametrize(("label", "key"), [("", "2"), ("rows", "rows:00000002")])
 def test_a_stored_row_that_is_unreadable_now(label: str, key: str) -> None:
     """An unreadable row is refused under the key FILE#ROW. The stored row without an id has the key FILE:ROW."""
