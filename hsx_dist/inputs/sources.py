@@ -136,7 +136,7 @@ def found_again(config: InputConfig, sources: tuple[InputSource, ...]) -> Input:
 
 def _find(config: InputConfig, shown: str) -> Input:
     fs, path = _file_system(config, shown)
-    fs.invalidate_cache()  # a file may have grown since an earlier call in this process
+    fs.invalidate_cache()  # files may have grown or been added since an earlier call in this process
     try:
         # First without globbing: * and [ may be letters of a name, and ? begins the query of an http URL.
         kind = fs.info(path)["type"]
@@ -230,7 +230,6 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
     Raises:
         ConfigError: a folder cannot be listed, or a link leads to a folder.
     """
-    fs.invalidate_cache()  # of an earlier listing in this process
     steps = pattern.split("/")
     # Level i of the folders is compared with the first i steps, up to the first ``**``.
     plain = next((i for i, step in enumerate(steps) if "**" in step), len(steps))
