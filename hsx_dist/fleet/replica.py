@@ -230,6 +230,7 @@ class Replica:
         if self._core_here and not self._in_process:
             # vLLM names these actors, with a random id that cannot be set.
             log.info("its ranks' actors are vllm_Worker_%s_TP0, …", self._engine.vllm_config.instance_id)
+        _require_dtype(spec, llm.model_config.dtype)
         # The engine's limit: the model's configuration alone does not determine it.
         longest = min(spec.max_tokens, llm.model_config.max_model_len - 1)
         if longest < spec.max_tokens and str(spec.engine_kwargs.get("max_model_len")) in ("-1", "auto"):
@@ -366,6 +367,18 @@ def _require_files(spec: EngineSpec) -> None:
                 f"model: expected the files of the driver's {folder} on {os.uname().nodename}, got "
                 f"{'no folder' if found is None else 'other files'}. Copy one version of the model to all nodes"
             )
+
+
+def _require_dtype(spec: EngineSpec, dtype: Any) -> None:
+    """Raise ``EngineError`` unless the engine computes in the run's dtype.
+
+    With ``dtype="auto"`` vLLM's choice depends on the device: an older GPU gets float16 for a bfloat16 checkpoint."""
+    found = str(dtype).removeprefix("torch.")
+    if spec.dtype not in (None, found):
+        raise EngineError(
+            f"engine_kwargs.dtype: expected states in {spec.dtype} on every node, got an engine that computes in "
+            f"{found} on {os.uname().nodename}. Set engine_kwargs.dtype, and choose a new output if the run has samples"
+        )
 
 
 def row_seed(run: str, key: str) -> int:

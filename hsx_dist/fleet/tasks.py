@@ -75,6 +75,8 @@ class EngineSpec:
     files: Mapping[str, str] = field(default_factory=dict)
     #: ``tokenizer_hash`` and ``template_hash`` on the driver's machine. None: not compared.
     tokenizer: tuple[str, str | None] | None = None
+    #: dtype of the states (``jobs.preflight.state_dtype``), the same in every attempt of a run. None: not compared.
+    dtype: str | None = None
 
     @property
     def ranks(self) -> int:

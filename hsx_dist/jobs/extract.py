@@ -281,6 +281,7 @@ def engine_spec(config: ExtractConfig, model: preflight.Model, *, seed: str = ""
         seed=seed,
         files=model.files,
         tokenizer=(model.tokenizer_sha256, model.chat_template_sha256),
+        dtype=model.dtype,
     )
 
 

@@ -149,8 +149,9 @@ def examine_model(config: ExtractConfig) -> Model:
     from hsx_dist.inputs.encode import load_tokenizer
 
     path = resolve_model(config.model)
-    text = load_text_config(config, path)
-    dtype = state_dtype(config, text)
+    root = _load_config(config, path)
+    text = root.get_text_config()
+    dtype = state_dtype(config, root)
     rows = captured_rows(config, text, dtype)
     limit = whole_number(config, "max_model_len", text.max_position_embeddings)
     tokenizer = load_tokenizer(path, revision=config.revision, engine_kwargs=config.engine_kwargs)
@@ -204,14 +205,15 @@ def _load_config(config: ExtractConfig, path: str) -> Any:
         ) from None
 
 
-def state_dtype(config: ExtractConfig, text: Any) -> str:
+def state_dtype(config: ExtractConfig, model: Any) -> str:
     """The dtype in which vLLM will compute: the configured one, else the checkpoint's. Like vLLM, takes bfloat16 for a
-    float32 checkpoint."""
+    float32 checkpoint. ``model``: its configuration. A replica refuses to start if vLLM chose another one."""
     asked = str(config.engine_kwargs.get("dtype", "auto")).removeprefix("torch.")
     asked = {"half": "float16", "float": "float32"}.get(asked, asked)
     if asked in ("float32", "float16", "bfloat16"):
         return asked
-    stored = str(getattr(text, "dtype", None) or getattr(text, "torch_dtype", None)).removeprefix("torch.")
+    parts = (model, model.get_text_config(), getattr(model, "vision_config", None))  # in vLLM's order
+    stored = next((str(dtype).removeprefix("torch.") for part in parts if (dtype := getattr(part, "dtype", None))), "")
     return "float16" if stored == "float16" else "bfloat16"
 
 

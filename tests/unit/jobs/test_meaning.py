@@ -156,12 +156,14 @@ def test_a_replica_compares_its_tokenizer_and_template(tmp_path: Path) -> None:
         replica._start()
 
 
-def started(monkeypatch: pytest.MonkeyPatch, spec: Any, load: Any, max_model_len: int) -> None:
+def started(
+    monkeypatch: pytest.MonkeyPatch, spec: Any, load: Any, max_model_len: int, dtype: str = "torch.bfloat16"
+) -> None:
     """Start a replica. ``load`` is called while vLLM would load the model."""
 
     def engine(**_: Any) -> Any:
         load()
-        return SimpleNamespace(llm_engine=None, model_config=SimpleNamespace(max_model_len=max_model_len))
+        return SimpleNamespace(llm_engine=None, model_config=SimpleNamespace(max_model_len=max_model_len, dtype=dtype))
 
     monkeypatch.setattr("vllm.LLM", engine)
     replica: Any = Replica.__new__(Replica)
@@ -191,6 +193,18 @@ def test_a_length_that_depends_on_memory_is_refused(tmp_path: Path, monkeypatch:
                 started(monkeypatch, spec, lambda: None, 300)
         else:
             started(monkeypatch, spec, lambda: None, 300)
+
+
+def test_an_engine_of_another_dtype_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM chooses float16 for a bfloat16 checkpoint on a GPU without bfloat16. The run would have both."""
+    model = tiny_llama(tmp_path / "model")
+    for kwargs, dtype in (({}, "bfloat16"), ({"dtype": "half"}, "float16"), ({"dtype": "float32"}, "float32")):
+        given = config(model, engine_kwargs=kwargs)
+        spec = engine_spec(given, examine_model(given))
+        started(monkeypatch, spec, lambda: None, 512, f"torch.{dtype}")
+        for other in {"float16", "bfloat16", "float32"} - {dtype}:
+            with pytest.raises(EngineError, match=f"expected states in {dtype} .* computes in {other} on"):
+                started(monkeypatch, spec, lambda: None, 512, f"torch.{other}")
 
 
 def test_a_folder_with_other_weights_is_refused_at_resume_and_on_another_node(tmp_path: Path) -> None:
