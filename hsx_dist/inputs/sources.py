@@ -333,10 +333,17 @@ def _check_file(fs: Any, path: str, ending: str = "") -> None:
             f"input.path: expected a file of rows, plain or compressed as .gz, .zst, .xz or .bz2, got {ending}. "
             "Extract it, or name one of its files: zip://NAME::FILE.zip"
         )
-    members = _zip_file(fs)
-    if members is not None and members.getinfo(path.lstrip("/")).compress_type not in (ZIP_STORED, ZIP_DEFLATED):
+    if (members := _zip_file(fs)) is None:
+        return
+    member = members.getinfo(path.lstrip("/"))
+    if member.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
         raise ConfigError(
             f"input.path: expected {path[:200]} in the zip file stored or deflated, got another compression. Extract it"
+        )
+    if members.namelist().count(member.filename) > 1:  # zipfile reads only the last one
+        raise ConfigError(
+            f"input.path: expected one {path[:200]} in the zip file, got several of this name. Extract them, and give "
+            "them different names"
         )
 
 

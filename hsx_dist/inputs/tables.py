@@ -187,10 +187,23 @@ def _as_bytes(kind: Any) -> Any:
 def _parquet(file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
     parquet = open_parquet(file)
     chosen = _chosen(parquet.schema_arrow.names, columns, needed, shown)
-    groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
+    groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
+    _require_counts(parquet.metadata, groups, chosen, shown)
     row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
     rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
     return parquet.iter_batches(batch_size=rows, columns=chosen)  # type: ignore[no-any-return]
+
+
+def _require_counts(metadata: Any, groups: Sequence[Any], columns: Sequence[str], shown: str) -> None:
+    """Raise FormatError unless a footer's counts agree: Arrow reads as many rows of a group as its count says."""
+    schema = [metadata.schema.column(i) for i in range(metadata.num_columns)]
+    flat = [i for i, c in enumerate(schema) if c.max_repetition_level == 0 and c.path.split(".")[0] in columns]
+    agree = all(group.column(i).num_values == group.num_rows for group in groups for i in flat)
+    if not agree or sum(group.num_rows for group in groups) != metadata.num_rows:
+        raise FormatError(
+            f"expected {shown} to be a whole parquet file, got a footer with contradicting numbers of rows. Write or "
+            "copy the file again"
+        )
 
 
 def _arrow(file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:

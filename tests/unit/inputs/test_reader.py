@@ -141,6 +141,31 @@ def test_a_zip_file_with_a_wrong_bit_is_broken(tmp_path: Path, name: str) -> Non
         list(read_rows(InputConfig(path=f"zip://{name}::{tmp_path}/a.zip")))
 
 
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("path", ["zip://in.jsonl", "zip://*.jsonl", "zip://"])
+def test_a_zip_file_with_two_members_of_one_name_is_refused(tmp_path: Path, path: str) -> None:
+    """zipfile reads the last one alone."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+        file.writestr("in.jsonl", '{"text": "lost"}\n')
+        file.writestr("in.jsonl", '{"text": "read"}\n')
+    with pytest.raises(ConfigError, match=r"expected one in\.jsonl in the zip file, got several"):
+        list(read_rows(InputConfig(path=f"{path}::{tmp_path}/a.zip")))
+
+
+def test_a_parquet_footer_that_counts_fewer_rows_is_an_error(tmp_path: Path) -> None:
+    """Arrow reads as many rows as the footer says."""
+    pq.write_table(pa.table({"text": [f"row {i}" for i in range(100)]}), tmp_path / "in.parquet", row_group_size=100)
+    data = (tmp_path / "in.parquet").read_bytes()
+    count, fewer = b"\x16\xc8\x01", b"\x16\xc6\x01"  # 100 and 99 in Thrift's compact encoding
+    config, ends = InputConfig(path=str(tmp_path / "in.parquet")), data.index(count)
+    places = [i for i in range(ends, len(data)) if data.startswith(count, i)]
+    for place in places:
+        (tmp_path / "in.parquet").write_bytes(data[:place] + fewer + data[place + 3 :])
+        with pytest.raises(FormatError, match=r"contradicting numbers of rows"):
+            list(read_rows(config))
+    assert len(places) == 3  # of the file, of the row group, values of the column
+
+
 @pytest.fixture
 def failing_server() -> Iterator[str]:
     """Serves the first quarter of a file of 20 MB."""
