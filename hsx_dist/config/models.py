@@ -115,7 +115,8 @@ class InputConfig(Settings):
     too_long: Literal["skip", "truncate", "fail"] = Field(
         default="skip",
         description="What happens to a longer row. skip: it is refused, with the reason; truncate: its first tokens "
-        "are used; fail: it counts as failed, and so does the run.",
+        "are used; fail: it counts as failed, and so does the run. A row that an earlier attempt refused stays "
+        "refused.",
     )
     max_row_bytes: Bytes = Field(
         default=ByteSize(16 * _MIB),
