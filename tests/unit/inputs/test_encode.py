@@ -70,6 +70,39 @@ def test_nothing_left_after_tokenising(tokenizer: Any) -> None:
         )
 
 
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}] {% if m.content is string %}{{ m.content }}"
+    "{% elif m.content %}{% for part in m.content %}{{ part.text }} {% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("roles", [None, ("assistant",)])
+def test_content_that_a_template_prints_as_python_text_is_refused(folder: Path, roles: Any) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    encoder = RowEncoder(tokenizer, 10, rules=RowRules(loss_roles=roles))
+    for content, got in (
+        ([{"type": "text", "text": "a b"}], "got parts"),
+        ({"a": "b"}, "got parts"),
+        (None, "got null"),
+    ):
+        row = Row("k", 0, messages=[{"role": "user", "content": content}, {"role": "assistant", "content": "c"}])
+        tokenizer.chat_template = TEMPLATE
+        with pytest.raises(InputError, match=got):
+            encoder.encode(row)
+        tokenizer.chat_template = PARTS
+        if not isinstance(content, dict):
+            assert encoder.encode(row).token_ids == ([1, 3, 4, 2, 5] if content else [1, 2, 5])
+    # A text None is no null, and a message without content is none either.
+    tokenizer.chat_template = TEMPLATE
+    assert encoder.encode(
+        Row(
+            "k",
+            0,
+            messages=[{"role": "user"}, {"role": "user", "content": "None"}, {"role": "assistant", "content": "c"}],
+        )
+    ).token_ids == [1, 1, 0, 2, 5]
+
+
 def test_a_template_that_raises_refuses_the_row(tokenizer: Any) -> None:
     with pytest.raises(InputError, match="chat template accepts, got TemplateError: no tools here"):
         RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=[{"role": "tool", "content": "a"}]))
