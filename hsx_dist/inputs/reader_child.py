@@ -15,8 +15,9 @@ from pathlib import Path
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError, HsxError
 from hsx_dist.inputs.arrow_files import unregister_extension_types
+from hsx_dist.inputs.listing import find_input
 from hsx_dist.inputs.records import RecordBatch, read_batches
-from hsx_dist.inputs.sources import find_input, found_again
+from hsx_dist.inputs.sources import found_again
 from hsx_dist.inputs.tables import Unreadable
 
 #: Memory of the process: an Arrow record batch as it is stored and as it is decoded, of 2 GiB each.

@@ -12,11 +12,11 @@ from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError, InputError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs.content import CONTENT_CHECKS, as_messages, as_tools, json_metadata, mask_of
+from hsx_dist.inputs.listing import find_input
 from hsx_dist.inputs.reader import read_in_child
 from hsx_dist.inputs.records import RecordBatch, read_batches
 from hsx_dist.inputs.row_cost import cost_of_json, most_cost
 from hsx_dist.inputs.row_values import is_unicode, kind_of, row_json, shown
-from hsx_dist.inputs.sources import find_input
 from hsx_dist.inputs.tables import Unreadable
 
 #: A key is in every receipt, header and log line of its sample.

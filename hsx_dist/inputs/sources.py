@@ -1,15 +1,12 @@
-"""Finds and opens the input's files: one file, or those of a folder, a glob or a saved data set."""
+"""The input's sources: files whose rows are numbered together. Opens them, decompressed."""
 
 from __future__ import annotations
 
 import io
-import json
 import posixpath
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 from zipfile import ZIP_DEFLATED, ZIP_STORED
@@ -17,7 +14,6 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
-from fsspec.utils import glob_translate
 
 from hsx_dist.config import InputConfig, is_local, public_url
 from hsx_dist.errors import ConfigError
@@ -28,21 +24,12 @@ Format = Literal["jsonl", "text", "parquet", "arrow"]
 _T = TypeVar("_T")
 #: Bytes of a file of lines that are read at once.
 _BUFFER = 1 << 18
-#: Limit in bytes of a saved data set's list of its files.
-_LARGEST_LIST = 4 << 20
 
-_COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz|lzma)$", re.IGNORECASE)
-_FORMATS: dict[str, Format] = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text",
-    ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
-}  # fmt: skip
-_LINES = ("jsonl", "text")
-_ARCHIVES = frozenset({".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".sz", ".snappy", ".br", ".lz", ".z"})
-_REFUSED = re.compile(rf"({'|'.join(map(re.escape, _ARCHIVES))})$", re.IGNORECASE)
+COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz|lzma)$", re.IGNORECASE)
+LINES = ("jsonl", "text")
+ARCHIVES = frozenset({".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".sz", ".snappy", ".br", ".lz", ".z"})
 #: fsspec cannot open these in bounded memory: tarfile reads as much as a header claims, and references name any file.
 _UNBOUNDED = frozenset({"tar", "libarchive", "reference"})
-#: Files that Hugging Face's ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` write into their folders.
-_STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +54,7 @@ class Input:
     @property
     def is_plain(self) -> bool:
         """Whether all sources are lines that are not compressed."""
-        return all(s.format in _LINES and not any(map(_is_compressed, s.files)) for s in self.sources)
+        return all(s.format in LINES and not any(map(_is_compressed, s.files)) for s in self.sources)
 
     @property
     def max_row_bytes(self) -> int:
@@ -84,7 +71,7 @@ class Input:
         def opened() -> IO[bytes]:
             ending = posixpath.splitext(public_url(path))[1].lower()
             own = DECOMPRESSORS.get(ending) if compressed else None
-            _check_file(self._fs, path, ending)
+            check_file(self._fs, path, ending)
             file: Any = self._fs.open(path, "rb", compression="gzip" if compressed and ending == ".gz" else None)
             if own is not None:
                 return io.BufferedReader(DecompressedFile(file, own), _BUFFER)
@@ -93,7 +80,7 @@ class Input:
             lines = compressed and isinstance(file, AbstractBufferedFile | io.BufferedIOBase)
             return io.BufferedReader(file, _BUFFER) if lines else file
 
-        return _with_config_errors(opened, self.shown)
+        return with_config_errors(opened, self.shown)
 
     def stored_bytes(self, path: str) -> int | None:
         """Return the stored (compressed) size of a file of a source, or None if the back end does not know it.
@@ -109,19 +96,7 @@ class Input:
             # A member's recorded size may be false. All members are stored before the directory.
             return min(members.getinfo(path.lstrip("/")).compress_size, members.start_dir)
 
-        return _with_config_errors(size, self.shown)
-
-
-def find_input(config: InputConfig) -> Input:
-    """Return the files of ``config.path``, ordered by name. Reads only names, and a saved data set's list of files.
-
-    Raises:
-        ConfigError: there are none, or they cannot be reached.
-    """
-    if not config.path:
-        raise ConfigError("input.path: expected a file, a folder or a glob, a local path or URL, got nothing. Set it")
-    shown = public_url(config.path)
-    return _with_config_errors(lambda: _find(config, shown), shown)
+        return with_config_errors(size, self.shown)
 
 
 def found_again(config: InputConfig, sources: tuple[InputSource, ...]) -> Input:
@@ -131,51 +106,10 @@ def found_again(config: InputConfig, sources: tuple[InputSource, ...]) -> Input:
         ConfigError: it cannot be reached.
     """
     shown = public_url(config.path)
-    return _with_config_errors(lambda: Input(sources, shown, _file_system(config, shown)[0], config), shown)
+    return with_config_errors(lambda: Input(sources, shown, file_system(config, shown)[0], config), shown)
 
 
-def _find(config: InputConfig, shown: str) -> Input:
-    fs, path = _file_system(config, shown)
-    fs.invalidate_cache()  # files may have grown or been added since an earlier call in this process
-    try:
-        # First without globbing: * and [ may be letters of a name, and ? begins the query of an http URL.
-        kind = fs.info(path)["type"]
-    except FileNotFoundError:
-        if not re.search(r"[*?\[]", config.path) or path.startswith(("http://", "https://")):
-            raise
-        _refuse_split(config)
-        base = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0] or path[: path.startswith("/")]  # type: ignore[union-attr]
-        found = _listed(fs, base, path[len(base) :].strip("/"))
-        if path.endswith("/**"):  # matches the files of the folders, too
-            found = {name: kind for name, kind in found.items() if kind != "directory"}
-        sources = _of_many(config, fs, found, base)
-    else:
-        if kind == "directory":
-            sources = _of_folder(config, fs, path)
-        elif config.format == "dataset":
-            raise ConfigError(
-                f"input.path: expected the folder of a saved data set, got the file {shown}. Name its folder, or "
-                "another input.format"
-            )
-        else:
-            _refuse_split(config)
-            sources = [InputSource(stem(path), (path,), _format(path, config.format) or "jsonl")]
-    if not sources:
-        raise ConfigError(
-            f"input.path: expected files of rows at {shown}, got none. Name them (jsonl, txt, parquet, arrow; or "
-            "set input.format)"
-        )
-    # As in the keys of refused rows, where invalid bytes of a name are escaped.
-    labels = Counter(s.label.encode("utf-8", "backslashreplace").decode() for s in sources)
-    if twice := sorted(label for label, count in labels.items() if count > 1):
-        raise ConfigError(
-            f"input.path: expected files of different names, got several {twice[0]!r} at {shown}, whose rows would "
-            "have the same keys. Name one kind of them (a glob such as *.jsonl)"
-        )
-    return Input(tuple(sources), shown, fs, config)
-
-
-def _file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
+def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     """Return the file system of ``config.path``, and the path on it."""
     if is_local(config.path):
         # Not by url_to_fs, which would read a colon in a local name as the end of a scheme.
@@ -183,130 +117,6 @@ def _file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     check_endpoints(config.storage_options)
     _check_chain(config.path, shown)
     return fsspec.core.url_to_fs(config.path, **config.storage_options)  # type: ignore[no-any-return]
-
-
-def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
-    if config.format in ("auto", "dataset"):
-        # Not by fs.exists: it is false after any error, and a wrong answer changes which rows are read.
-        if _listed(fs, folder, _SPLITS):
-            splits = _once(_json(fs, f"{folder}/{_SPLITS}")["splits"], folder)
-            if config.split is not None and config.split not in splits:
-                raise ConfigError(f"input.split: expected one of {', '.join(splits)}, got {config.split!r}. Choose one")
-            wanted = splits if config.split is None else [config.split]
-            return [_saved(fs, _within(fs, folder, split), split) for split in wanted]
-        _refuse_split(config)
-        if _listed(fs, folder, _STATE):
-            return [_saved(fs, folder, posixpath.basename(folder.rstrip("/")))]
-        if config.format == "dataset":
-            raise ConfigError(
-                f"input.path: expected the folder of a saved data set, with {_STATE} or {_SPLITS}, got one without at "
-                f"{public_url(config.path)}. Save it with save_to_disk, or set another input.format"
-            )
-    _refuse_split(config)
-    found = _listed(fs, folder, "**")
-    below = next((p for p in found if config.format == "auto" and posixpath.basename(p) in (_STATE, _SPLITS)), None)
-    if below is not None:  # its folder may have more files of rows, such as caches of datasets
-        raise ConfigError(
-            f"input.path: expected files of rows, got a saved data set with {public_url(below)}. Name its folder, or "
-            "use a glob that matches the folders of saved data sets (FOLDER/*)"
-        )
-    return _of_many(config, fs, {path: kind for path, kind in found.items() if kind != "directory"}, folder)
-
-
-def _refuse_split(config: InputConfig) -> None:
-    if config.split is not None:
-        raise ConfigError(
-            f"input.split: expected the folder of a saved data set with {_SPLITS}, got {public_url(config.path)}. "
-            "Name that folder, or remove input.split"
-        )
-
-
-def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
-    """Return the types of the files and folders below ``base`` that match a glob, by path.
-
-    Names that begin with ``.`` or ``_`` are left out: other programs add them (_SUCCESS, .crc, .ipynb_checkpoints).
-    Not by ``fs.find`` or ``fs.glob``: they silently omit a folder whose listing fails.
-
-    Raises:
-        ConfigError: a folder cannot be listed, or a link leads to a folder.
-    """
-    steps = pattern.split("/")
-    # Level i of the folders is compared with the first i steps, up to the first ``**``.
-    plain = next((i for i, step in enumerate(steps) if "**" in step), len(steps))
-    matches = [re.compile(glob_translate("/".join(steps[: i + 1]))).match for i in range(len(steps))]
-    found, todo = dict[str, str](), [(base, 0)]
-    while todo:
-        folder, level = todo.pop()
-        shown = public_url(folder)
-        for info in _with_config_errors(partial(fs.ls, folder, detail=True), shown):
-            path = info["name"].rstrip("/")
-            name = path.removeprefix(base).strip("/")
-            is_prefix = "DIRECTORY" in (info.get("StorageClass"), info.get("storageClass"))  # of s3fs, gcsfs
-            if (path == folder and is_prefix) or found.get(path, info["type"]) != info["type"]:
-                raise ConfigError(
-                    f"input.path: expected names that differ from their folders', got two keys {public_url(path)}, "
-                    "with and without a slash at the end. Rename them"
-                )
-            if path in (folder, base) or path in found or name.rpartition("/")[2].startswith((".", "_")):
-                continue
-            is_folder, is_match = info["type"] == "directory", matches[-1](name) is not None
-            deeper = level >= plain or (level + 1 < len(steps) and matches[level](name) is not None)
-            is_link = info.get("islink") or info["type"] not in ("file", "directory")
-            # Not by fs.isdir, which is false after any error.
-            if is_link and (is_match or deeper) and _kind_of_target(fs, path) == "directory":
-                raise ConfigError(
-                    f"input.path: expected files and folders in {shown}, got {public_url(path)}, a link to a folder. "
-                    "Replace the link by its folder, or use a glob that does not match it"
-                )
-            if is_match:
-                found[path] = info["type"]
-            if is_folder and deeper:
-                todo.append((path, level + 1))
-    return found
-
-
-def _kind_of_target(fs: Any, path: str) -> Any:
-    return _with_config_errors(partial(fs.info, path), public_url(path))["type"]
-
-
-def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> list[InputSource]:
-    sources = []
-    for path, kind in sorted(found.items()):
-        # The links of a web page may be signed. Keys are made of names, and must not have a signature.
-        name = public_url(path).removeprefix(public_url(base)).strip("/")
-        if kind == "directory":
-            if config.format not in ("auto", "dataset") or not _listed(fs, path, _STATE):
-                raise ConfigError(
-                    f"input.path: expected files and saved data sets, got the folder {public_url(path)}. Use a glob "
-                    "for its files (FOLDER/**), or a glob that does not match it (*.jsonl)"
-                )
-            sources.append(_saved(fs, path, name))
-        elif (form := _format(path, config.format)) is not None:
-            sources.append(InputSource(_COMPRESSED.sub("", name).removesuffix(_suffix(name)) or name, (path,), form))
-    return sources
-
-
-def _saved(fs: Any, folder: str, label: str) -> InputSource:
-    """Return the source of a ``Dataset.save_to_disk`` folder, whose state names Arrow files in the order of rows."""
-    state = _json(fs, f"{folder}/{_STATE}")
-    if state.get("_indices_data_files"):
-        raise ConfigError(
-            f"input.path: expected a saved data set with its rows in order, got a table of indices in "
-            f"{public_url(folder)}, of an old version of datasets. Load it, call flatten_indices, and save it again"
-        )
-    names = _once([item["filename"] for item in state["_data_files"]], folder)
-    return InputSource(label, tuple(_within(fs, folder, name) for name in names), "arrow")
-
-
-def _once(names: list[Any], folder: str) -> list[Any]:
-    """Return ``names`` of a saved data set if none repeats. Called before files are read: repeating a name is cheap."""
-    for name, count in Counter(name for name in names if isinstance(name, str)).items():
-        if count > 1:
-            raise ConfigError(
-                f"input.path: expected different names of splits and files in {public_url(folder)}, got {name[:200]!r} "
-                f"{count} times in the saved data set's JSON. Save the data set again"
-            )
-    return names
 
 
 def _check_chain(path: str, shown: str) -> None:
@@ -321,14 +131,14 @@ def _check_chain(path: str, shown: str) -> None:
         )
 
 
-def _check_file(fs: Any, path: str, ending: str = "") -> None:
+def check_file(fs: Any, path: str, ending: str = "") -> None:
     """Raise ConfigError for a file that cannot be read in bounded time and memory.
 
     A FIFO or a device may never end. zipfile expands what it reads of a bzip2 or LZMA member in one call.
     """
     if isinstance(fs, LocalFileSystem) and Path(path).exists() and not Path(path).is_file():
         raise ConfigError(f"input.path: expected a regular file, got a FIFO, socket or device: {path}. Remove it")
-    if ending in _ARCHIVES:
+    if ending in ARCHIVES:
         raise ConfigError(
             f"input.path: expected a file of rows, plain or compressed as .gz, .zst, .xz or .bz2, got {ending}. "
             "Extract it, or name one of its files: zip://NAME::FILE.zip"
@@ -354,73 +164,11 @@ def _zip_file(fs: Any) -> Any:
     return getattr(fs, "zip", None)
 
 
-def _within(fs: Any, folder: str, name: Any) -> str:
-    """Return the path of ``name``, which a saved data set gives to a file or split directly in ``folder``.
-
-    Raises:
-        ConfigError: it is no such name, or a link that leads out of the folder.
-    """
-    path = f"{folder}/{name}"
-    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0?#%]|::", name):
-        raise ConfigError(
-            f"input.path: expected names of files in {public_url(folder)}, got {str(name)[:200]!r} in the saved data "
-            "set's JSON. Save the data set again, or name its files yourself (a glob such as *.arrow)"
-        )
-    if isinstance(fs, LocalFileSystem) and Path(path).resolve().parent != Path(folder).resolve():
-        raise ConfigError(
-            f"input.path: expected {name[:200]!r} within {folder}, got a link to another folder. Copy the data set "
-            "with its files (cp -rL), or name them yourself (a glob such as *.arrow)"
-        )
-    return path
-
-
-def _json(fs: Any, path: str) -> dict[str, Any]:
-    _check_file(fs, path)
-    try:
-        with fs.open(path, "rb") as file:
-            data = file.read(_LARGEST_LIST + 1)
-        if len(data) > _LARGEST_LIST:
-            raise ValueError(f"more than {_LARGEST_LIST} bytes")
-        found = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise ConfigError(f"input.path: expected JSON in {public_url(path)}, got {e}. Save the data set again") from e
-    if not isinstance(found, dict) or not isinstance(found.get("splits", found.get("_data_files")), list):
-        raise ConfigError(
-            f"input.path: expected a list of splits or files in {public_url(path)}, got none. Save the data set again"
-        )
-    return found
-
-
-def _format(path: str, asked: str) -> Format | None:
-    """Return the format of a file, or None for a file that is not part of the input.
-
-    ``rows.jsonl.lz4`` has the format of ``rows.jsonl``: opening it raises an error that names the known compressions.
-    """
-    known = _FORMATS.get(_suffix(_REFUSED.sub("", _COMPRESSED.sub("", public_url(path)))))
-    if asked == "auto":
-        return known
-    if asked == "dataset":
-        return None
-    # A file whose name ends with another format's suffix is left out. A file without a known suffix is read.
-    return asked if known in (None, asked) or (known in _LINES and asked in _LINES) else None  # type: ignore[return-value]
-
-
 def _is_compressed(path: str) -> bool:
     return posixpath.splitext(public_url(path))[1].lower() in (".gz", *DECOMPRESSORS)
 
 
-def _suffix(path: str) -> str:
-    return posixpath.splitext(_COMPRESSED.sub("", public_url(path)))[1].lower()
-
-
-def stem(path: str) -> str:
-    """Return a file's name without folder and known endings: ``train`` for ``a/train.jsonl.zst``."""
-    name = _COMPRESSED.sub("", public_url(path).rstrip("/").rpartition("/")[2])
-    root, suffix = posixpath.splitext(name)
-    return (root if suffix.lower() in _FORMATS else name) or name
-
-
-def _with_config_errors(do: Callable[[], _T], shown: str) -> _T:
+def with_config_errors(do: Callable[[], _T], shown: str) -> _T:
     """Return the result of ``do``. Converts every error of a back end to a ``ConfigError`` without the error's text."""
     try:
         return do()

@@ -7,8 +7,8 @@ import pytest
 
 from hsx_dist.config import InputConfig
 from hsx_dist.inputs import rows
+from hsx_dist.inputs.listing import find_input
 from hsx_dist.inputs.records import RecordBatch, read_batches
-from hsx_dist.inputs.sources import find_input
 
 
 @pytest.fixture

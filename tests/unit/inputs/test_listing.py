@@ -16,7 +16,7 @@ import zstandard
 from fsspec.implementations.local import LocalFileSystem
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.inputs import sources as sources_module
+from hsx_dist.inputs import listing, sources
 from tests.unit.inputs.test_sources import keys, lines, read, saved, table
 
 
@@ -37,7 +37,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, error: type[OSError]
 ) -> None:
     """fsspec's find, glob and walk omit such a folder silently."""
-    monkeypatch.setattr(sources_module, "LocalFileSystem", _Denied)
+    monkeypatch.setattr(sources, "LocalFileSystem", _Denied)
     monkeypatch.setattr(_Denied, "error", error)
     for name in ("a", "secret"):
         lines(tmp_path / name / "x.jsonl", name)
@@ -89,7 +89,7 @@ class _Caching(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
 
 def test_a_folder_is_listed_again_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second extraction in one process must find new files."""
-    monkeypatch.setattr(sources_module, "LocalFileSystem", _Caching)
+    monkeypatch.setattr(sources, "LocalFileSystem", _Caching)
     lines(tmp_path / "one.jsonl", "a")
     assert keys(tmp_path) == ["one:00000000"]
     lines(tmp_path / "two.jsonl", "a")
@@ -155,19 +155,19 @@ def test_a_saved_data_set_with_a_table_of_indices_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "listing",
+    "folders",
     [
         {"b/in": [{"name": "b/in/", "type": "directory", "StorageClass": "DIRECTORY"}]},  # the key in//x.jsonl
         {"b/in": [{"name": "b/in/x.jsonl", "type": t} for t in ("file", "directory")], "b/in/x.jsonl": []},
     ],
 )
-def test_keys_of_a_bucket_that_a_listing_hides_are_an_error(listing: dict[str, list[dict[str, Any]]]) -> None:
+def test_keys_of_a_bucket_that_a_listing_hides_are_an_error(folders: dict[str, list[dict[str, Any]]]) -> None:
     """s3fs cannot list the keys below ``in//``. A key may also be equal to the name of a folder."""
-    fs = SimpleNamespace(ls=lambda path, **_: listing[path], invalidate_cache=lambda: None)
+    fs = SimpleNamespace(ls=lambda path, **_: folders[path], invalidate_cache=lambda: None)
     with pytest.raises(ConfigError, match="with and without a slash at the end"):
-        sources_module._listed(fs, "b/in", "**")
+        listing._listed(fs, "b/in", "**")
     marker = [{"name": "b/in/", "type": "file", "StorageClass": "STANDARD"}, {"name": "b/in/x.jsonl", "type": "file"}]
-    assert sources_module._listed(SimpleNamespace(**{**vars(fs), "ls": lambda *_, **__: marker}), "b/in", "**") == {
+    assert listing._listed(SimpleNamespace(**{**vars(fs), "ls": lambda *_, **__: marker}), "b/in", "**") == {
         "b/in/x.jsonl": "file"
     }
 

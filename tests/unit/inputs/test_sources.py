@@ -19,10 +19,9 @@ import zstandard
 from hsx_dist.config import InputConfig, load_config
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.inputs import sources, tables
-from hsx_dist.inputs import sources as sources_module
+from hsx_dist.inputs import listing, tables
+from hsx_dist.inputs.listing import find_input
 from hsx_dist.inputs.rows import Row, read_rows, rows_from
-from hsx_dist.inputs.sources import find_input
 
 pytestmark = pytest.mark.usefixtures("in_process")
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -314,7 +313,7 @@ def test_find_input_lists_the_files_without_reading_them(tmp_path: Path) -> None
 def test_keys_hold_nothing_of_a_url_but_the_name() -> None:
     """A server's index page may sign each of its links."""
     found = {f"https://u:hunter2@h/dir/{name}.jsonl?sig=hunter2": "file" for name in ("a", "b/c")}
-    sources = sources_module._of_many(InputConfig(), None, found, "https://u:hunter2@h/dir")
+    sources = listing._of_many(InputConfig(), None, found, "https://u:hunter2@h/dir")
     assert [s.label for s in sources] == ["a", "b/c"]
 
 
@@ -340,7 +339,7 @@ def test_a_saved_data_set_names_no_file_outside_its_folder(tmp_path: Path, name:
 
 def test_a_saved_data_set_names_no_split_and_no_file_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path / "theirs", table("a"))
-    monkeypatch.setattr(sources, "_within", lambda *_: pytest.fail("a path was made"))
+    monkeypatch.setattr(listing, "_within", lambda *_: pytest.fail("a path was made"))
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}] * 2}))
     with pytest.raises(ConfigError, match=r"got 'a.arrow' 2 times"):
         read(folder)

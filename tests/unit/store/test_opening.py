@@ -8,7 +8,7 @@ import pytest
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, Unavailable
-from hsx_dist.inputs.sources import find_input
+from hsx_dist.inputs.listing import find_input
 from hsx_dist.store import open_store
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.opening import Backend
