@@ -90,11 +90,10 @@ def _layer_id(item: int | str, num_layers: int) -> int:
         if item in ("all", "eagle3"):
             meant = "every id" if item == "all" else f"2, N/2, N-3 and N, here N = {num_layers}"
             raise ConfigError(
-                f"layers: expected {item} alone, got it with other items. "
-                f"Give layers={item} ({meant}), or write the ids"
+                f"layers: expected {item} alone, got it in a list. Give layers={item} ({meant}), or write the ids"
             ) from None
         raise ConfigError(
-            f"layers: expected ids 0 … {num_layers}, negative ones from the end, or last, got {item!r}. "
+            f"layers: expected ids 0 … {num_layers}, negative ones from the end, last, all, or eagle3, got {item!r}. "
             "Use one of these"
         ) from None
     if not -num_layers - 1 <= layer <= num_layers:

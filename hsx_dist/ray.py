@@ -54,7 +54,7 @@ class HiddenStatesSource(Datasource):  # type: ignore[misc]
             ReadTask(
                 _reader(_alone(run, index.only(np.sort(group))), self._options),
                 BlockMetadata(
-                    # A part of the rows may be skipped.
+                    # Some rows may be skipped.
                     num_rows=None if self._options.get("on_error") == "skip" else len(group),
                     size_bytes=int(self._bytes(group)),
                     input_files=None,

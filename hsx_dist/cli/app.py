@@ -73,7 +73,7 @@ def extract(
     config: Annotated[Optional[str], typer.Option(metavar="FILE", help="YAML file of settings.")] = None,  # noqa: UP045
     model: Annotated[Optional[str], typer.Option(help="Hugging Face id or model folder.")] = None,  # noqa: UP045
     input_: Annotated[Optional[str], typer.Option("--input", help="File, folder or glob, a path or URL.")] = None,  # noqa: UP045
-    layers: Annotated[Optional[str], typer.Option(help="E.g. 2,15,last; or all; or eagle3.")] = None,  # noqa: UP045
+    layers: Annotated[Optional[str], typer.Option(help="E.g. 2,15,last; or all; or eagle3 (the default).")] = None,  # noqa: UP045
     output: Annotated[Optional[str], typer.Option(help="Folder or URL of the run.")] = None,  # noqa: UP045
     pool: Annotated[
         str | None,

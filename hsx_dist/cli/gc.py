@@ -131,8 +131,12 @@ def _collect(
 
 def _print_unfinished(left: Sequence[ObjectInfo], *, delete: bool) -> None:
     if left:
-        done = "removed" if delete else "can go; --delete removes them"
-        say(f"{len(left):,} files that were never finished, {bytes_text(sum(info.size for info in left))}, {done}")
+        size = bytes_text(sum(info.size for info in left))
+        say(f"{len(left):,} files that were never finished ({size}){_what_happens(delete)}")
+
+
+def _what_happens(delete: bool) -> str:
+    return " were removed" if delete else ". --delete removes them"
 
 
 def _gc_run(place: Place, path: str, *, delete: bool, watch: float, as_json: bool) -> None:
@@ -155,10 +159,9 @@ def _gc_run(place: Place, path: str, *, delete: bool, watch: float, as_json: boo
             }
         )
         return
-    done = "removed" if delete else "can go; --delete removes them"
-    say(f"{len(found):,} parts without a receipt, {bytes_text(size)}, {done}")
+    say(f"{len(found):,} parts without a receipt ({bytes_text(size)}){_what_happens(delete)}")
     if earlier:
-        say(f"{len(earlier):,} objects of runs that were removed here, {done}")
+        say(f"{len(earlier):,} objects of runs that were removed here{_what_happens(delete)}")
     _print_unfinished(left, delete=delete)
 
 

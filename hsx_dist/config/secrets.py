@@ -202,7 +202,7 @@ def check_place_of_credentials(url: str) -> None:
 def public_url(url: str) -> str:
     """Return ``url`` without credentials and without its query, for messages, logs and stored objects.
 
-    Of a link with credentials (see ``has_credentials``) only what follows its last ``@`` is left. A text without
+    If a link has credentials (see ``has_credentials``), only the text after its last ``@`` is returned. A text without
     ``://`` is returned unchanged.
     """
     url = _as_read(url)

@@ -324,7 +324,7 @@ class RayFleet:
         return self._died(number, error)
 
     def _died(self, number: int, error: RayError, *, cut_off: bool = False) -> list[FleetEvent]:
-        """Handle a replica's death. ``cut_off``: it may be alive."""
+        """Handle a replica's death. ``cut_off``: the connection is lost; the replica may be alive."""
         events = self._watch_nodes()
         if number in self.replicas:  # else it was ended with its node, dead or draining
             node = self.replicas[number].node

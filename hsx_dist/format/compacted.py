@@ -96,8 +96,8 @@ def _require_single_receipts(store: Store, attempt: int, raw_size: int, where: s
             stored += info.size + 1
     if stored < raw_size:
         raise FormatError(
-            f"{where}: expected lines of at most {stored} bytes, the size of the single receipts, got a claim of "
-            f"{raw_size} bytes. {_INSTEAD}"
+            f"{where}: expected lines of at most {stored} bytes, the size of the single receipts, got a declared "
+            f"size of {raw_size} bytes. {_INSTEAD}"
         )
 
 

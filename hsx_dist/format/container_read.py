@@ -103,13 +103,15 @@ class Part:
         cls, store: PartSource, name: str, header_bytes: int | None, size: int, front_bytes: int, again: bool
     ) -> Part:
         if header_bytes is not None and not 8 <= header_bytes <= 8 + MAX_HEADER_BYTES:
-            raise FormatError(f"expected a header of 8 to {8 + MAX_HEADER_BYTES} bytes, got a claim of {header_bytes}")
+            raise FormatError(
+                f"expected a header of 8 to {8 + MAX_HEADER_BYTES} bytes, got a receipt with {header_bytes}"
+            )
         data = fetched(store, name, [(0, 8 if header_bytes is None else header_bytes + front_bytes)], again)[0]
         length = 8 + struct.unpack_from("<Q", data)[0]
         if length - 8 > MAX_HEADER_BYTES or length > size:
             raise FormatError(
                 f"expected a header of at most {MAX_HEADER_BYTES} bytes within the object ({size} bytes), "
-                f"got a claim of {length - 8} bytes. Check that this is a safetensors file"
+                f"got a declared length of {length - 8} bytes. Check that this is a safetensors file"
             )
         if header_bytes is not None and length != header_bytes:
             raise FormatError(f"expected a header of {header_bytes} bytes, got {length}")
@@ -396,7 +398,7 @@ def new_states(shape: tuple[int, int, int], dtype: str) -> np.ndarray[Any, Any]:
         return np.empty(shape, CARRIER[dtype])
     except (MemoryError, ValueError) as e:
         raise FormatError(
-            f"expected states that fit this machine's memory, got a claim of {shape[0]} tokens of {shape[1]} layers"
+            f"expected states that fit this machine's memory, got a header with {shape[0]} tokens of {shape[1]} layers"
         ) from e
 
 

@@ -254,8 +254,8 @@ _WORTH_JOINING = 512 << 10
 def _crc32c_of(pieces: Iterable[_Piece]) -> int:
     """CRC-32C of the concatenated pieces, from the known crcs of large pieces.
 
-    Chunks are thus read only once, when they are encoded. A later corruption in memory does not enter the crc, so that
-    a reader detects it.
+    Chunks are thus read only once, when they are encoded. A later corruption in memory is not in the crc, so a reader
+    detects it.
     """
     value = 0
     for buffer, known in pieces:

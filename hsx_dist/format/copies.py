@@ -39,7 +39,7 @@ class Copies:
             self._disputed.add(attempt)
 
     def sample(self) -> list[int]:
-        """The places of the segments of the highest attempt that proves the whole sample; empty without one."""
+        """Where the newest attempt that proves the whole sample stored its segments. Empty if no attempt does."""
         return self._attempts[max(self._whole)].sample() if self._whole else []
 
     def disputed(self) -> set[int]:

@@ -93,8 +93,8 @@ def logging_missing_rows(rows: Rows, manifest: Manifest, console: Console) -> It
                     first.append(row.key)
         some = ", ".join(first) + (", …" if missing > 5 else "")
         console.print(
-            f"ended by {type(e).__name__}: {missing} rows are not stored ({some}); samples with a receipt stay, and "
-            "the same command continues from there",
+            f"ended by {type(e).__name__}: {missing} rows are not stored ({some}); samples with a receipt stay. "
+            "Correct the cause, then start the command again: it computes only rows without a receipt",
             soft_wrap=True,
         )
         raise

@@ -61,8 +61,8 @@ def open_or_start_run(config: ExtractConfig, root: Store, meaning: dict[str, Any
     if differ:
         lines = "; ".join(f"{name}={has!r} (stored: {had!r})" for name, had, has in differ)
         raise RunMismatch(
-            f"{root.url}: expected the settings of the stored run, got {lines}. Use the stored settings, or choose "
-            "another output"
+            f"{root.url}: expected the settings of the stored run, got {lines}. Use the stored settings, choose "
+            "another output, or remove the run (hsx rm)"
         )
     with unless_removed(place):
         return place, load_manifest(place.store)

@@ -6,12 +6,13 @@ import os
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hsx_dist.config import ExtractConfig, load_config, public_url, refuse_in_job, resolve_paths
+from hsx_dist.errors import ConfigError
 from hsx_dist.fleet.base import Fleet
 from hsx_dist.fleet.local_fleet import LocalFleet
 from hsx_dist.fleet.tasks import EngineSpec
@@ -65,8 +66,8 @@ def extract(
     """Extract in this process, without Ray: one engine, writer threads.
 
     Args:
-        prompts: texts, lists of token ids, lists of chat messages, or mappings like the rows of a JSONL file. They
-            are iterated more than once: a generator is read into a list.
+        prompts: a list of prompts: texts, lists of token ids, lists of chat messages, or mappings like the rows of a
+            JSONL file. They are iterated more than once: a generator is read into a list.
         model: Hugging Face id, a model folder, or ``builtin:smollm2-135m-instruct``.
         output: folder or URL of the run. If the run exists, only missing samples are computed.
         layers: ids, ``"last"``, ``"all"`` or ``"eagle3"``. None: all, or as in ``capture``.
@@ -89,6 +90,8 @@ def extract(
     """
     from hsx_dist.reading import open_run
 
+    if isinstance(prompts, (str, bytes, Mapping)):
+        raise ConfigError(f"prompts: expected a list of prompts, got one {type(prompts).__name__}. Pass [prompt]")
     if layers is None and settings.get("capture") is None:
         layers = "all"
     if layers is not None:
@@ -117,6 +120,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     else:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read by vLLM when it is imported
     versions = preflight.check_versions(("vllm", "ray") if config.pool == "ray" else ("vllm",))
+    preflight.check_engine_arguments(config)
     root = preflight.open_output(config)
     written, config = config, preflight.pin_revision(config)
     model = preflight.examine_model(config)

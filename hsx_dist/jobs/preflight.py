@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -109,6 +112,36 @@ def check_versions(packages: tuple[str, ...]) -> dict[str, str]:
         if not Version(low) <= have < Version(below):
             log.warning("%s %s is outside of the tested range (%s up to %s)", package, have, low, below)
     return found
+
+
+def check_engine_arguments(config: ExtractConfig) -> None:
+    """Check the names of ``engine_kwargs``, before a run is stored with them.
+
+    The names are read from vLLM's source: its import takes seconds, and chooses a device.
+
+    Raises:
+        ConfigError: vLLM has no such argument.
+    """
+    known = engine_argument_names()
+    unknown = sorted(set(config.engine_kwargs) - known) if known else []
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        raise ConfigError(
+            f"engine_kwargs: expected arguments of vLLM's EngineArgs, got {unknown[0]!r}. "
+            + (f"Did you mean {near[0]}?" if near else "Correct or remove it")
+        )
+
+
+def engine_argument_names() -> set[str]:
+    """The fields of vLLM's ``EngineArgs``. Empty if its source is missing or has another form."""
+    spec = importlib.util.find_spec("vllm")
+    try:
+        source = Path(str(spec and spec.origin)).with_name("engine").joinpath("arg_utils.py").read_text("utf-8")
+    except OSError:
+        return set()
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
+    fields = (field.target for found in classes for field in found.body if isinstance(field, ast.AnnAssign))
+    return {target.id for target in fields if isinstance(target, ast.Name)}
 
 
 def pin_revision(config: ExtractConfig) -> ExtractConfig:

@@ -44,7 +44,7 @@ _MEMBERS: dict[str, MemberCheck] = {
     "num_hidden_layers": or_null(count),
     "rms_norm_eps": or_null(positive),
 }
-#: Engine arguments that change a model's configuration from its files'.
+#: Engine arguments that override values of the model's configuration files.
 _CHANGES = {"hf_overrides", "hf_config_path", "rope_scaling", "rope_theta", "rope_parameters"}
 _DTYPES = ("F64", "F32", "F16", "BF16")
 

@@ -32,7 +32,7 @@ def hook_place(run: Run, hook: str) -> tuple[str, int]:
     """Return the point and layer in which the samples of ``run`` store a hook, such as ``blocks.3.hook_mlp_out``.
 
     Raises:
-        ConfigError: the hook is no point, or the run's first sample lacks the point or layer, or there is no sample.
+        ConfigError: no point matches the hook, the run's first sample lacks the point or layer, or there is no sample.
     """
     point, layer = point_of_hook(hook)
     stored = {}

@@ -81,7 +81,6 @@ class Slots:
             ) from None
 
     def get(self, places: Places) -> RowArrays:
-        """A copy of the rows at ``places``."""
         return {name: _from_bytes(memory.take(places), self._like[name]) for name, memory in self._memory.items()}
 
     def digest(self, places: Places) -> str:

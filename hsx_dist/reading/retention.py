@@ -70,10 +70,11 @@ class Retention:
         self._me = f"{consumer}.{rank}of{world_size}.json"
         self._consumers = frozenset(consumers or [consumer])
         bad = [name for name in {consumer, *self._consumers} if not _NAME.fullmatch(name)]
-        if bad or consumer not in self._consumers:
+        if bad:
+            raise ConfigError(f"consumers: expected names of letters, digits, '_' and '-', got {bad[0]!r}. Rename it")
+        if consumer not in self._consumers:
             raise ConfigError(
-                f"consumers: expected names of letters, digits, '_' and '-' that include {consumer!r}, "
-                f"got {sorted(self._consumers)}"
+                f"consumers: expected all consumers, also {consumer!r}, got {sorted(self._consumers)}. Add it"
             )
         self._rank, self._world = rank, world_size
         self._reader, self._manifest = ManifestReader(), Manifest()

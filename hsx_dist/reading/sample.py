@@ -370,8 +370,9 @@ class Sample:
         found = self._by_point().get(name)
         if found is None:
             stored = ", ".join(self._by_point())
-            what = "no hidden states" if name == HIDDEN_STATES else f"no point {name!r}"
-            raise ConfigError(f"{self.key}: expected points among {stored}, got {what}. Load some of these: points=[…]")
+            raise ConfigError(
+                f"{self.key}: expected points among {stored}, got {name!r}. Load some of these: points=[…]"
+            )
         return found
 
 

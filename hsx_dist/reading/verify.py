@@ -273,7 +273,7 @@ def _check(place: Place, receipt: Receipt) -> tuple[VerifyReport, list[str]]:
 
 
 def _check_part(place: Place, receipt: Receipt, report: VerifyReport) -> Iterator[str]:
-    """Yield messages about a part. If its bytes changed, the messages after the checksum's locate the change."""
+    """Yield messages about a part. If its checksum is wrong, later messages name the changed chunks."""
     store, name = place.store, receipt.part or ""
     size = store.head(name).size
     if size != receipt.size:

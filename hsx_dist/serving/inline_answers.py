@@ -46,7 +46,9 @@ class InlineStates:
                 asked = read_inline_request(body)
                 if asked is not None and self._source is None:
                     raise bad_request(
-                        f"expected {INLINE} at /v1/completions or /v1/chat/completions, got it at another route", INLINE
+                        f"expected {INLINE} at /v1/completions or /v1/chat/completions, got the route "
+                        f"{scope['path'][:80]!r}. Send the request to one of these",
+                        INLINE,
                     )
             except Refusal as e:
                 await e.response()(scope, receive, send)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ class InlineRequest:
         layers = self.params.get("hidden_states_layers")
         if layers is not None and list(file.layer_ids.get(HIDDEN_STATES, ())) != layers:
             raise bad_request(
-                f"expected some of the captured layers of hidden_states, each once, got others. Stored: {_shown(file)}",
+                "expected some of the captured layers of hidden_states, each once, in ascending order, got "
+                f"{reprlib.repr(layers)}. Stored: {_shown(file)}",
                 f"{PARAMS}.hidden_states_layers",
             )
         points = self.params.get("hidden_states_points")
@@ -59,7 +61,8 @@ class InlineRequest:
             stored = {name: list(ids) for name, ids in file.layer_ids.items()}
             if {n: stored.get(n) if ids == "all" else ids for n, ids in asked.items()} != stored:
                 raise bad_request(
-                    f"expected some of the captured points and layers, got others. Stored: {_shown(file)}",
+                    f"expected some of the captured points and layers, got {reprlib.repr(points)}. Stored: "
+                    f"{_shown(file)}",
                     f"{PARAMS}.hidden_states_points",
                 )
         tokens = TokenSelection.read(self.params.get("hidden_states_tokens") or "all")
@@ -68,19 +71,23 @@ class InlineRequest:
         # A mean is stored without its mask.
         if mask is not None and not (len(mask) == prompt_tokens if tokens.kind == "mean" else file.has_mask):
             raise bad_request(
-                "expected one entry for each token of the prompt, got another number",
+                f"expected {prompt_tokens} entries, one for each token of the prompt, got {_count(mask)}. Correct it",
                 f"{PARAMS}.hidden_states_loss_mask",
             )
         if not (file.has_mask if tokens.kind == "loss_mask" else tokens.of(file.request_tokens)):
             raise bad_request(
                 f"expected a selection of some of the request's {file.request_tokens} tokens, and for loss_mask a "
-                "hidden_states_loss_mask, got another selection",
+                f"hidden_states_loss_mask, got {reprlib.repr(self.params.get('hidden_states_tokens'))}",
                 f"{PARAMS}.hidden_states_tokens",
             )
 
 
 def _is_choice(points: Any) -> bool:
     return isinstance(points, Mapping) and all(isinstance(name, str) for name in points)
+
+
+def _count(mask: Any) -> Any:
+    return len(mask) if isinstance(mask, list) else reprlib.repr(mask)
 
 
 def _shown(file: StatesFile) -> str:
@@ -105,13 +112,13 @@ def read_inline_request(body: bytes) -> InlineRequest | None:
     if inline is None:  # vLLM also treats null as an absent member
         return None
     if not isinstance(inline, bool):
-        raise bad_request(f"expected true or false, got a {type(inline).__name__}", INLINE)
+        raise bad_request(f"expected true or false, got {reprlib.repr(inline)}", INLINE)
     if not inline:
         return None
     for name in ("use_beam_search", "prompt_embeds"):
         if found.get(name):
             raise bad_request(
-                f"expected a request without {name}, got it. Its choices have no stored states. Remove {name}", name
+                f"expected a request for stored choices, got one with {name}, which stores none. Remove {name}", name
             )
     params = found.get(PARAMS) or {}
     _check(params)

@@ -93,8 +93,12 @@ def _key(request: Request) -> str:
 
 def _check_names(request: Request) -> None:
     for name in request.query_params:
-        if name not in _KNOWN or len(request.query_params.getlist(name)) > 1:
-            raise bad_request(f"expected parameters among {', '.join(_KNOWN)}, each once, got others", name[:80])
+        given = len(request.query_params.getlist(name))
+        if name not in _KNOWN or given > 1:
+            raise bad_request(
+                f"expected parameters among {', '.join(_KNOWN)}, each once, got {name[:80]!r} {given} times. Remove it",
+                name[:80],
+            )
 
 
 def _range(given: Mapping[str, str]) -> Range:

@@ -44,7 +44,7 @@ HIDDEN_STATES = "hidden_states"
 POINTS: dict[str, Point] = {
     p.name: p
     for p in (
-        Point(HIDDEN_STATES, "resid_pre of layer k; of layer N (a model of N layers has 0 to N), resid_final"),
+        Point(HIDDEN_STATES, "id k below N: resid_pre of layer k; id N: resid_final. N is the number of layers"),
         Point("embed", "embed_tokens(token)", per_layer=False),
         Point("resid_pre", "the residual stream that enters the layer; of layer 0, the embeddings"),
         Point("ln1", "input_layernorm(resid_pre)"),

@@ -8,8 +8,8 @@ A plain reset returns False, and prefixes keep the states of replaced weights. A
 
 The patch: ``EngineCore.reset_prefix_cache`` first takes steps without tokens until no block is held.
 
-How a change of vLLM is noticed: if the method or the scheduler's pause is missing, the start logs a warning, and vLLM's
-resets stay unchanged. The tests reset real engines.
+How a change of vLLM is noticed: if the method or the scheduler's pause is missing, the engine logs a warning at its
+start, and vLLM's resets stay unchanged. The tests reset real engines.
 """
 
 from __future__ import annotations

@@ -359,7 +359,7 @@ class PartSink:
             buffers.clear()
 
     def _build(self, part: OpenPart) -> EncodedPart | None:
-        """Encode the part. Reports segments that no part can hold as lost. Returns None if no other is left."""
+        """Encode the part. Reports segments that no part can hold as lost. Returns None if no segment is left."""
         try:
             return build_part(part.segments, self._opt.codec, self._opt.about)
         except Exception:

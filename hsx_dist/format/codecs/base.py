@@ -165,6 +165,6 @@ def check_expansion(raw_bytes: int, stored_bytes: int) -> None:
         raise ConfigError(f"{EXPANSION_VARIABLE}: expected a whole number from 1 to 999999, got {text!r}. Correct it")
     if raw_bytes > _FREE_BYTES + int(text) * stored_bytes:
         raise FormatError(
-            f"expected states of at most {text} times the {stored_bytes} bytes that encode them, got a claim of "
-            f"{raw_bytes} bytes. If you trust the object, set {EXPANSION_VARIABLE} to a larger number"
+            f"expected states of at most {text} times the {stored_bytes} bytes that encode them, got a header "
+            f"with {raw_bytes} bytes. If you trust the object, set {EXPANSION_VARIABLE} to a larger number"
         )

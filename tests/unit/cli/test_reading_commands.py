@@ -242,7 +242,7 @@ def test_gc_removes_files_that_were_never_finished(store: Store, capsys: pytest.
     assert hsx("gc", store.url) == 0
     said = capsys.readouterr().out
     assert f"never finished {folder}/data/.hsx-unfinished-0123" in said
-    assert "3 files that were never finished, 12 B, can go" in said
+    assert "3 files that were never finished (12 B). --delete removes them" in said
     assert hsx("gc", store.url, "--delete", "--json") == 0
     assert sorted(json.loads(capsys.readouterr().out)["unfinished"]) == left
     assert not any(Path(store.url, name).exists() for name in left)

@@ -20,9 +20,9 @@ from hsx_dist.format.identity import is_of_another
 from hsx_dist.format.place import start_run
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.attempt import open_or_start_run
-from hsx_dist.jobs.extract import engine_spec
+from hsx_dist.jobs.extract import engine_spec, extract
 from hsx_dist.jobs.meaning import differences, run_meaning
-from hsx_dist.jobs.preflight import examine_model, pin_revision
+from hsx_dist.jobs.preflight import check_engine_arguments, engine_argument_names, examine_model, pin_revision
 from hsx_dist.models.tiny import tiny_llama
 from hsx_dist.models.weights import folder_weights
 from hsx_dist.testing.stores import MemoryStore
@@ -57,6 +57,30 @@ def test_the_arguments_of_speed_are_vllms() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     assert not SPEED_ONLY - {f.name for f in dataclasses.fields(EngineArgs)}
+
+
+def test_an_argument_that_vllm_does_not_have_is_refused_before_a_run_is_stored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A stored run with a misspelt argument would refuse the corrected command."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert engine_argument_names() == {f.name for f in dataclasses.fields(EngineArgs)}
+    check_engine_arguments(config("m", engine_kwargs={"enforce_eager": True}))
+    with pytest.raises(ConfigError, match=r"got 'enforce_eagr'\. Did you mean enforce_eager"):
+        check_engine_arguments(config("m", engine_kwargs={"enforce_eagr": True}))
+    with pytest.raises(ConfigError, match=r"got 'zzzzzzzz'\. Correct or remove it"):
+        extract(["a"], model="m", output=tmp_path / "run", engine_kwargs={"zzzzzzzz": 1})
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    check_engine_arguments(config("m", engine_kwargs={"unknown_without_vllms_source": 1}))
+
+
+@pytest.mark.parametrize("prompts", ["Hello.", b"Hello.", {"text": "Hello."}])
+def test_one_prompt_is_not_a_list(prompts: Any, tmp_path: Path) -> None:
+    """The characters of a text would be prompts."""
+    with pytest.raises(ConfigError, match=r"expected a list of prompts, got one (str|bytes|dict)\. Pass \[prompt\]"):
+        extract(prompts, model="m", output=tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_a_model_whose_patterns_would_be_wrong_is_refused(
 
 def test_a_sample_that_lacks_keys_is_refused(made: Attended, monkeypatch: pytest.MonkeyPatch) -> None:
     patterns = AttentionPatterns(str(made.folder))
-    with pytest.raises(ConfigError, match="no point 'k'"):
+    with pytest.raises(ConfigError, match="got 'k'"):
         patterns.pattern(made.sample(("q",)), 0)
     with pytest.raises(ConfigError, match=r"expected layers of point 'q' among 0, got \[1\]"):
         patterns.pattern(made.sample(layers=(0,)), 1)

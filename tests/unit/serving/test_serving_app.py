@@ -148,7 +148,7 @@ def test_points_are_tensors_of_their_names(tmp_path):
         found = safetensors.torch.load(c.get("/v1/hidden_states/k?points=hidden_states&layers=15").content)
         assert found["hidden_states.layer_ids"].tolist() == [15]
         assert np.array_equal(found["hidden_states"].view(torch.uint16)[:, 0], sample.states[:, 1])
-        assert "no point 'q'" in error(c.get("/v1/hidden_states/k?points=q"), 400, "ConfigError")
+        assert "got 'q'" in error(c.get("/v1/hidden_states/k?points=q"), 400, "ConfigError")
 
 
 def test_a_key_that_is_not_stored_yet_is_waited_for(tmp_path):
