@@ -15,6 +15,9 @@ from hsx_dist.jobs.capture import capture_of_run
 from hsx_dist.jobs.preflight import Model, argument_folders
 
 _NOT_SET = "(not set)"
+#: Mappings whose members are settings of ours: null is the same as absent. Elsewhere null is a value: vLLM generates to
+#: the end with ``max_tokens: null``, and one token without it.
+_SETTINGS = ("", "input", "capture")
 #: Members that earlier versions did not record.
 _NEW = ("weights", "folders")
 
@@ -76,13 +79,20 @@ def _engine_kwargs(settings: Any) -> Mapping[str, Any]:
 
 
 def _differences(had: Any, has: Any, old: bool, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(had, Mapping) and isinstance(has, Mapping):
-        unset = _NOT_SET if "." in name else None  # hf_overrides: {sliding_window: null} is a change
+    # A template may print the members of an argument in their order.
+    ordered = name.startswith("chat_template_kwargs.") and not old
+    if isinstance(had, Mapping) and isinstance(has, Mapping) and not ordered:
+        unset = None if name in _SETTINGS else _NOT_SET
         for member in sorted({*had, *has}):
             inner = f"{name}.{member}" if name else member
             yield from _differences(had.get(member, unset), has.get(member, unset), old, inner)
-    elif had != has and not (old and _was_hidden(had, has)):
+    elif _text(had) != _text(has) and not (old and _was_hidden(had, has)):
         yield name, had, has
+
+
+def _text(value: Any) -> str:
+    """JSON text. In Python ``False == 0`` and ``1 == 1.0``; templates and seeds distinguish them."""
+    return json.dumps(value)
 
 
 def _was_hidden(had: Any, has: Any) -> bool:

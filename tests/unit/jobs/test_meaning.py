@@ -45,7 +45,7 @@ def test_settings_that_differ_are_named_down_to_the_field() -> None:
     before = {"input": {"text": "text", "id": "id"}, "layers": [1], "engine_kwargs": {"dtype": "float32"}}
     now = {"input": {"text": "body", "id": "id"}, "layers": [1], "engine_kwargs": {}, "select": "last"}
     assert differences({"meaning": before}, now, {}) == [
-        ("engine_kwargs.dtype", "float32", None),
+        ("engine_kwargs.dtype", "float32", "(not set)"),
         ("input.text", "text", "body"),
         ("select", None, "last"),
     ]
@@ -57,6 +57,40 @@ def test_the_arguments_of_speed_are_vllms() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     assert not SPEED_ONLY - {f.name for f in dataclasses.fields(EngineArgs)}
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "then"),
+    [
+        ("sampling_params", {"max_tokens": None}, {}),  # to the end; one token
+        ("sampling_params", {"seed": 5}, {"seed": 5.0}),  # rows' seeds are made of the text
+        ("chat_template_kwargs", {"enable_thinking": False}, {"enable_thinking": 0}),  # ``is false``
+        ("chat_template_kwargs", {"tools_in_user_message": None}, {}),  # ``is not defined``
+        ("chat_template_kwargs", {"documents": [{"a": 1, "b": 2}]}, {"documents": [{"b": 2, "a": 1}]}),  # printed
+        ("chat_template_kwargs", {"document": {"a": 1, "b": 2}}, {"document": {"b": 2, "a": 1}}),
+        ("engine_kwargs", {"hf_overrides": {"x": None}}, {"hf_overrides": {}}),
+        ("engine_kwargs", {"max_model_len": None}, {}),
+    ],
+)
+def test_values_that_python_calls_equal_are_other_settings(
+    tmp_path: Path, name: str, first: dict[str, Any], then: dict[str, Any]
+) -> None:
+    model, store = tiny_llama(tmp_path / "model"), MemoryStore()
+    given, changed = (config(model, include_output_tokens=True, **{name: value}) for value in (first, then))
+    resume(store, given)
+    resume(store, given)
+    with pytest.raises(RunMismatch, match=name):
+        resume(store, changed)
+    other = MemoryStore()
+    resume(other, changed)
+    with pytest.raises(RunMismatch, match=name):
+        resume(other, given)
+
+
+def test_the_order_of_arguments_is_no_setting(tmp_path: Path) -> None:
+    model, store = tiny_llama(tmp_path / "model"), MemoryStore()
+    resume(store, config(model, chat_template_kwargs={"a": 1, "b": 2}))
+    resume(store, config(model, chat_template_kwargs={"b": 2, "a": 1}))
 
 
 def test_an_argument_that_vllm_does_not_have_is_refused_before_a_run_is_stored(
