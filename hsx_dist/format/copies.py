@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 #: Shared by all segments of a sample: its number of tokens, its number of columns, and the hash of the ids.
 Identity = tuple[int, int, bytes]
@@ -10,7 +10,7 @@ Identity = tuple[int, int, bytes]
 PlaceOf = Callable[[int], tuple[str, int]]
 #: The last token and the token hash of the segment at a place.
 EndOf = Callable[[int], tuple[int, bytes]]
-#: Bits of a segment's first token in a name of ``_Attempt._chosen``: it is at most ``MAX_TOKENS``.
+#: Bits of a segment's first token in a state of ``_Attempt``: it is at most ``MAX_TOKENS``.
 _START_BITS = 41
 
 
@@ -51,14 +51,24 @@ class Copies:
 
 
 class _Attempt:
-    """The segments of one key that one attempt proves. Only segments with equal identity form a sample."""
+    """The segments of one key that one attempt proves. Only segments with equal identity form a sample.
+
+    A row may be stored twice, by engines that cut it at different tokens (their cache blocks have different sizes).
+    Then segments of one index and start have different ends. They have the same tokens, as their hash says, so each
+    chain of them that ends with the last token is the sample. A column with such cuts is a graph: a state is an index
+    and a first token, and a segment leads from a state to the next one.
+    """
 
     def __init__(self, place_of: PlaceOf, end_of: EndOf) -> None:
         self._place_of, self._end_of = place_of, end_of
-        #: By identity and column; then by index and start, in one number: the place with the lowest part name.
+        #: By identity and column; then by state: the place with the lowest part name.
         self._chosen: dict[tuple[Identity, int], dict[int, int]] = {}
+        #: The same for states whose segments have different ends: all places, by end.
+        self._cuts: dict[tuple[Identity, int], dict[int, dict[int, int]]] = {}
         #: By identity and column: the number of consecutive segments from the first token on, and their end.
         self._ends: dict[tuple[Identity, int], tuple[int, int]] = {}
+        #: By identity and column with different cuts: all states to which segments lead from the first token.
+        self._reached: dict[tuple[Identity, int], set[int]] = {}
         #: By identity: the columns whose segments cover all tokens.
         self._covered: dict[Identity, set[int]] = {}
         #: Whether two segments of the same place differ in their tokens.
@@ -71,20 +81,62 @@ class _Attempt:
 
     def add(self, place: int, identity: Identity, column: int, index: int, start: int) -> None:
         chosen = self._chosen.setdefault((identity, column), {})
-        name = index << _START_BITS | start
-        first = chosen.setdefault(name, place)
+        state = index << _START_BITS | start
+        first = chosen.setdefault(state, place)
         if first != place:
-            if self._place_of(place) < self._place_of(first):
-                chosen[name] = place
-            if not self._mixed and self._end_of(first) != self._end_of(place):
-                self._mixed = True
-                for known, other in self._ends:
-                    self._cover(known, other)
-        count, end = self._ends.get((identity, column), (0, 0))
-        while (following := chosen.get(count << _START_BITS | end)) is not None:
-            count, end = count + 1, self._end_of(following)[0]
-        self._ends[identity, column] = count, end
+            self._add_another(place, identity, column, state)
+        if (identity, column) in self._reached:
+            self._follow(identity, column, state, place)
+        else:
+            count, end = self._ends.get((identity, column), (0, 0))
+            while (following := chosen.get(count << _START_BITS | end)) is not None:
+                count, end = count + 1, self._end_of(following)[0]
+            self._ends[identity, column] = count, end
         self._cover(identity, column)
+
+    def _add_another(self, place: int, identity: Identity, column: int, state: int) -> None:
+        """Add a segment whose state another segment has."""
+        chosen = self._chosen[identity, column]
+        first, (end, tokens) = chosen[state], self._end_of(place)
+        cuts = self._cuts.get((identity, column), {}).get(state) or {self._end_of(first)[0]: first}
+        known = cuts.get(end)
+        differ = self._end_of(known)[1] != tokens if known is not None else not identity[2]
+        if differ and not self._mixed:
+            self._mixed = True
+            for other, of in self._ends:
+                self._cover(other, of)
+        if known is None or self._place_of(place) < self._place_of(known):
+            cuts[end] = place
+        if self._place_of(place) < self._place_of(first):
+            chosen[state] = place
+        if len(cuts) > 1:
+            self._cuts.setdefault((identity, column), {})[state] = cuts
+            if (identity, column) not in self._reached:
+                self._reached[identity, column] = set()
+                self._reach(identity, column, 0)
+
+    def _follow(self, identity: Identity, column: int, state: int, place: int) -> None:
+        if state in self._reached[identity, column]:
+            self._reach(identity, column, _next(state, self._end_of(place)[0]))
+
+    def _reach(self, identity: Identity, column: int, state: int) -> None:
+        """Add a state to the reached ones, and all states to which segments lead from it. Each is visited once."""
+        reached, todo = self._reached[identity, column], [state]
+        while todo:
+            state = todo.pop()
+            if state not in reached:
+                reached.add(state)
+                if _start(state) == identity[0]:
+                    self._ends[identity, column] = state >> _START_BITS, identity[0]
+                todo += [_next(state, self._end_of(place)[0]) for place in self._places(identity, column, state)]
+
+    def _places(self, identity: Identity, column: int, state: int) -> list[int]:
+        """The segments of a state, one for each end."""
+        cuts = self._cuts.get((identity, column), {}).get(state)
+        if cuts is not None:
+            return list(cuts.values())
+        chosen = self._chosen[identity, column].get(state)
+        return [] if chosen is None else [chosen]
 
     def _cover(self, identity: Identity, column: int) -> None:
         """Note whether a column covers all tokens, and with it whether the sample is whole."""
@@ -97,8 +149,7 @@ class _Attempt:
             return self._ends[identity, column][1] == identity[0]
         # The whole sample's hash may be unknown (empty), so segments with different tokens can have equal identities.
         # In a mixed attempt only a single segment that covers the column counts.
-        first = self._chosen[identity, column].get(0)
-        return first is not None and self._end_of(first)[0] == identity[0]
+        return any(self._end_of(place)[0] == identity[0] for place in self._places(identity, column, 0))
 
     def sample(self) -> list[int]:
         """The places of a whole sample's segments, column by column. Of several samples, the one with the lowest name
@@ -107,9 +158,36 @@ class _Attempt:
         return [place for column in range(identity[1]) for place in self._column(identity, column)]
 
     def _column(self, identity: Identity, column: int) -> list[int]:
-        chosen, places, end = self._chosen[identity, column], list[int](), 0
-        while end < identity[0]:
-            place = chosen[len(places) << _START_BITS | end]
-            places.append(place)
+        """The chain of segments that leads to the last token. At each step the lowest part name is chosen."""
+
+        def segments(state: int) -> Iterator[int]:
+            places = self._places(identity, column, state)
+            if self._mixed:
+                places = [place for place in places if self._end_of(place)[0] == identity[0]]
+            return iter(sorted(places, key=self._place_of))
+
+        chain, todo, seen = list[int](), [(0, segments(0))], {0}
+        while todo:
+            state, left = todo[-1]
+            place = next(left, None)
+            if place is None:  # no segment leads from this state to the last token
+                todo.pop()
+                del chain[-1:]
+                continue
             end = self._end_of(place)[0]
-        return places
+            if end == identity[0]:
+                return [*chain, place]
+            if (following := _next(state, end)) not in seen:
+                seen.add(following)
+                chain.append(place)
+                todo.append((following, segments(following)))
+        raise AssertionError("expected a chain of segments of a whole sample, got none")
+
+
+def _next(state: int, end: int) -> int:
+    """The state to which a segment with this end leads."""
+    return ((state >> _START_BITS) + 1) << _START_BITS | end
+
+
+def _start(state: int) -> int:
+    return state & ((1 << _START_BITS) - 1)

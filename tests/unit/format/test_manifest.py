@@ -218,10 +218,53 @@ def test_the_order_of_receipts_does_not_matter(data: st.DataObject) -> None:
         assert all(a[1] == b[0] for a, b in pairwise(bounds))
 
 
+def _leads(segments: set[tuple[int, int, int]], total: int, index: int = 0, start: int = 0) -> bool:
+    return start == total or any(
+        _leads(segments, total, index + 1, stop) for i, a, stop in segments if (i, a) == (index, start)
+    )
+
+
+@given(st.data())
+def test_copies_that_are_cut_at_other_tokens_are_one_sample(data: st.DataObject) -> None:
+    """Engines with cache blocks of other sizes cut a row at other tokens. A copy more never hides a sample."""
+    total, columns = 12, data.draw(st.integers(1, 2))
+    receipts, found = list[Receipt](), [set[tuple[int, int, int]]() for _ in range(columns)]
+    manifest = Manifest()
+    for seq in range(1, data.draw(st.integers(1, 8)) + 1):
+        column = data.draw(st.integers(0, columns - 1))
+        bounds = [0, *sorted(data.draw(st.sets(st.integers(1, total - 1), max_size=3))), total]
+        pieces = [
+            Segment("k", i, a, b, total, column=column, columns=columns)
+            for i, (a, b) in enumerate(pairwise(bounds))
+            if data.draw(st.integers(0, 3))
+        ]
+        receipt = _receipt(1, seq, *pieces, writer=data.draw(st.sampled_from("vw")))
+        receipt = replace(receipt, segments=tuple(replace(p, sample_hash="0" * 16) for p in receipt.segments))
+        receipts.append(receipt)
+        manifest.add(receipt)
+        found[column] |= {(s.index, s.start, s.stop) for s in pieces}
+        assert ("k" in manifest.samples) == all(_leads(segments, total) for segments in found)
+    shuffled = data.draw(st.permutations(receipts))
+    assert dict(Manifest(shuffled).samples) == dict(manifest.samples)
+    assert not manifest.conflicts
+    for sample in manifest.samples.values():
+        for column in range(columns):
+            of = [p.segment for p in sample.segments if p.segment.column == column]
+            assert [s.index for s in of] == list(range(len(of)))
+            assert [s.start for s in of] == [0, *(s.stop for s in of[:-1])]
+            assert of[-1].stop == total
+
+
 def _half(seq: int, key: str = "k", index: int = 1, attempt: int = 1, sample: str = "") -> Receipt:
     """A receipt of the second of a sample's two or more segments."""
     receipt = _receipt(attempt, seq, Segment(key, index, 4 * index, 4 * index + 4, 1 << 20))
     return replace(receipt, segments=(replace(receipt.segments[0], sample_hash=sample),))
+
+
+def _cut(seq: int, index: int, start: int, stop: int) -> Receipt:
+    """A receipt of a segment of a sample whose hash is known."""
+    receipt = _receipt(1, seq, Segment("k", index, start, stop, 1 << 20))
+    return replace(receipt, segments=(replace(receipt.segments[0], sample_hash="0" * 16),))
 
 
 #: Receipts by number, all of one sample. The cost of each must not grow with the number of receipts before it.
@@ -233,6 +276,9 @@ ADDED: dict[str, Callable[[int], Receipt]] = {
     "one segment again": _half,
     "the next segment": lambda i: _half(i, index=i - 1),
     "the segment before": lambda i: _half(i, index=(1 << 15) - i),
+    "the segment from 4 on with another end": lambda i: _cut(i, 1, 4, 4 + i),
+    "the segment before a last one, with another end": lambda i: _cut(i, 1 + i % 2, 4 if i % 2 == 0 else 4 + i, 9 + i),
+    "a step of a chain, and next to it another end": lambda i: _cut(i, i // 2, 9 * (i // 2), 9 * (i // 2) + 8 + i % 2),
     "a segment of another attempt": lambda i: _half(i, attempt=i),
     "a segment with other tokens": lambda i: _half(i, sample=f"{i:016x}"),
     "the same segment with other tokens": lambda i: _receipt(1, i, Segment("k", 1, 4, 8, 9), tokens=i),

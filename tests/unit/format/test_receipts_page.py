@@ -64,6 +64,18 @@ def test_segments_in_several_parts_and_attempts(tmp_path: Path):
     assert [len(places) for _, places in found.values()] == [3, 1, 2]
 
 
+def test_copies_that_are_cut_at_other_tokens(tmp_path: Path):
+    store = open_store(str(tmp_path))
+    write_v1_run(store, {"meaning": {}, "settings": {}})
+    sample = random_sample("k", 40)
+    for name, cuts, stored in (("v", (16, 32), (0, 1)), ("w", (24,), (0,)), ("x", (16, 24, 30), (2, 1, 0, 3))):
+        writer = RunWriter(store, name=name)
+        segments = [replace(s, sample_hash=token_hash(sample.token_ids)) for s in sample.segments(*cuts)]
+        writer.put([(sample, segments[i], 0) for i in stored])
+    assert read_run(tmp_path) == ours(tmp_path)
+    assert [place[2:] for place in read_run(tmp_path)["k"][1]] == [(0, 16), (16, 24), (24, 30), (30, 40)]
+
+
 def test_the_page_names_every_member_column_and_fate():
     body = json.loads(Receipt(1, "w", 1, None, 0, "00000000", 0, 0, (), (), "now", ("p",)).to_json())["receipt"]
     names = [*body, *body["segment_columns"], *body["row_columns"], *get_args(Fate)]
