@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ray.data import Dataset
 from ray.data.block import Block, BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
+from hsx_dist.config import absolute_path
 from hsx_dist.errors import ConfigError
 from hsx_dist.exporting import ExportOptions, ExportReport, export_run
 from hsx_dist.exporting.export import exporter_of
@@ -234,6 +236,7 @@ def export(
         >>> export("s3://bucket/run", "vllm", "/mnt/shared/states", shards=8).finished  # doctest: +SKIP
         True
     """
+    url, dest = (absolute_path(path, Path.cwd()) for path in (url, dest))  # workers have other working folders
     run = open_run(url, storage_options=sendable(storage_options, "storage_options"))
     exporter_of(to)(run, options or ExportOptions())  # raises for wrong options here, not in a task
     count = shards or max(1, int(ray.cluster_resources().get("CPU", 1)))

@@ -12,7 +12,7 @@ from hsx_dist.config.models import (
     StoreConfig,
     WritersConfig,
 )
-from hsx_dist.config.paths import is_local, refuse_in_job, resolve_paths
+from hsx_dist.config.paths import absolute_path, is_local, refuse_in_job, resolve_paths
 from hsx_dist.config.secrets import HIDDEN, looks_secret, public_url
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Settings",
     "StoreConfig",
     "WritersConfig",
+    "absolute_path",
     "is_local",
     "load_config",
     "looks_secret",

@@ -18,11 +18,11 @@ def resolve_paths(config: ExtractConfig, base: Path) -> ExtractConfig:
     """
     base = base.absolute()
     changes: dict[str, Any] = {
-        "output": _absolute(config.output, base),
+        "output": absolute_path(config.output, base),
         "model": _model(config.model, base),
     }
     if config.input.path:
-        changes["input"] = config.input.model_copy(update={"path": _absolute(config.input.path, base)})
+        changes["input"] = config.input.model_copy(update={"path": absolute_path(config.input.path, base)})
     tokenizer = config.engine_kwargs.get("tokenizer")
     if isinstance(tokenizer, str):
         changes["engine_kwargs"] = {**config.engine_kwargs, "tokenizer": _model(tokenizer, base)}
@@ -48,7 +48,8 @@ def refuse_in_job(name: str, path: str) -> None:
         )
 
 
-def _absolute(path: str, base: Path) -> str:
+def absolute_path(path: str, base: Path) -> str:
+    """Return a relative local path made absolute by ``base``. URLs stay as they are."""
     if not is_local(path):
         return path
     return str((base / Path(path).expanduser()).resolve())
@@ -57,5 +58,5 @@ def _absolute(path: str, base: Path) -> str:
 def _model(model: str, base: Path) -> str:
     looks_like_path = model.startswith((".", "~", "/"))
     if looks_like_path or (is_local(model) and ":" not in model and (base / model).exists()):
-        return _absolute(model, base)
+        return absolute_path(model, base)
     return model

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from pathlib import Path
+from typing import Any
 
 from hsx_dist.config import public_url
 from hsx_dist.errors import ConfigError
@@ -24,10 +27,29 @@ def connect_ray(run: str = "") -> None:
             address=address or "local",
             log_to_driver=False,
             logging_level=logging.WARNING,
-            job_config=ray.job_config.JobConfig(metadata={"hsx_run": run} if run else {}),
+            job_config=_job_config(run),
         )
     except ConnectionError as e:
         raise ConfigError(
             f"RAY_ADDRESS: expected a Ray cluster at {public_url(address or 'local')!r}, got: "
             f"{public_url(str(e))}. Start a cluster, or unset RAY_ADDRESS"
         ) from e
+
+
+def _job_config(run: str) -> Any:
+    """The job's settings. Workers of the job search no folder for modules that this process does not search.
+
+    Ray lets workers search the driver's working folder before installed packages. It may be a run, whose files must not
+    act as code.
+    """
+    from ray.job_config import JobConfig
+
+    class Config(JobConfig):
+        _py_driver_sys_path: list[str]
+
+        def _serialize(self) -> str:
+            searched = {str(Path(folder).absolute()) for folder in sys.path}
+            self._py_driver_sys_path = [path for path in self._py_driver_sys_path if path in searched]
+            return super()._serialize()  # type: ignore[no-any-return]
+
+    return Config(metadata={"hsx_run": run} if run else {})

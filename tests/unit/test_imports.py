@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "model_parts": {"errors", "isa", "logger", "models", "page", "format", "reading"},
     "exporting": {"errors", "model_parts", "page", "layers", "format", "reading"},
     "ray_arguments": {"config", "errors"},
-    "ray": {"errors", "reading", "exporting", "ray_arguments"},
+    "ray": {"errors", "config", "reading", "exporting", "ray_arguments"},
     "saelens": {"layers", "page", "reading"},
     "serving": {"errors", "page", "connector", "reading", "store", "format", "logger", "text", "writers"},
     "speculators": {"errors", "config", "page", "format", "reading", "store"},
