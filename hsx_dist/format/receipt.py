@@ -18,9 +18,8 @@ from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.description import MAX_COLUMNS, MAX_TOKENS
 from hsx_dist.format.json_objects import check_containers, parse_json, shown
-from hsx_dist.format.names import LARGEST_NUMBER, WRITER
+from hsx_dist.format.names import LARGEST_NUMBER, WRITER, parse_part_name
 from hsx_dist.format.segments import SegmentProof, SegmentTable
-from hsx_dist.store.folder_listing import UNFINISHED
 
 __all__ = ["Receipt", "RowFate", "SegmentProof"]
 
@@ -184,13 +183,7 @@ def _receipt(b: _Json) -> Receipt:
     for name, columns in (("segment_columns", segment_columns), ("row_columns", _ROW_COLUMNS)):
         if b[name] != columns:
             raise ValueError(f"{name}: expected {columns}, got {shown(b[name])}")
-    part = b["part"]
-    if part is not None:
-        part = _text(part, "part")
-        pieces = part.split("/")
-        wrong = any(p in ("", ".", "..") for p in pieces) or pieces[-1].startswith(UNFINISHED)
-        if wrong or not _PART.fullmatch(part):
-            raise ValueError(f"part: expected a relative name, got {part[:80]!r}")
+    part = None if b["part"] is None else _text(b["part"], "part")
     segments = _segments(b["segments"], len(segment_columns), b.get("contents"))
     if part is None and segments:
         raise ValueError("part: expected the name of the part that has the segments, got none")
@@ -212,6 +205,10 @@ def _receipt(b: _Json) -> Receipt:
     )
     if not WRITER.fullmatch(receipt.writer):
         raise ValueError(f"writer: expected a writer's name, got {receipt.writer[:80]!r}")
+    # Retention deletes the parts that receipts name, so a receipt may name only a part of its own writer.
+    of_writer = part is None or (parse_part_name(part) or ())[:2] == (receipt.attempt, receipt.writer)
+    if not of_writer or (part is not None and not _PART.fullmatch(part)):
+        raise ValueError(f"part: expected the name of a part of writer {receipt.writer}, got {part[:80]!r}")
     if not _HEX8.fullmatch(receipt.crc32c):
         raise ValueError(f"crc32c: expected 8 hex digits, got {receipt.crc32c!r}")
     if receipt.header_bytes > receipt.size:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.names import part_name
 from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
 from hsx_dist.page import Segment, token_hash
 from tests.soak.claim_kinds import sealed
@@ -57,12 +58,12 @@ def _receipts(draw: st.DrawFn) -> Receipt:
             max_size=3,
         )
     )
-    size = draw(_COUNT)
+    size, attempt, sample = draw(_COUNT), draw(st.integers(1, 10**6)), draw(st.sampled_from(["", "a%20b"]))
     return Receipt(
-        attempt=draw(st.integers(1, 10**6)),
+        attempt=attempt,
         writer="w-0",
         seq=draw(st.integers(1, 10**9 - 1)),
-        part="data/x.safetensors" if proofs else None,
+        part=part_name(attempt, "w-0", draw(st.integers(1, 10**9 - 1)), sample) if proofs else None,
         size=size,
         crc32c=f"{draw(st.integers(0, 2**32 - 1)):08x}",
         header_bytes=draw(st.integers(0, size)),
@@ -77,7 +78,17 @@ def _example() -> Receipt:
     proof = SegmentProof(Segment("key", 0, 0, 5, 9), 0, "0123456789abcdef", 50, 40, 7, "fedcba9876543210")
     fate = RowFate("bad", 3, "refused", "too long", 1)
     return Receipt(
-        1, "w-0", 1, "data/p.safetensors", 100, "0000abcd", 10, 50, (proof,), (fate,), "2026-01-01T00:00:00Z"
+        1,
+        "w-0",
+        1,
+        "data/part-0001-w-0-000001.safetensors",
+        100,
+        "0000abcd",
+        10,
+        50,
+        (proof,),
+        (fate,),
+        "2026-01-01T00:00:00Z",
     )
 
 
@@ -93,8 +104,8 @@ def test_a_written_receipt_is_read_back(receipt: Receipt) -> None:
 def test_the_bytes_of_receipts_have_not_changed() -> None:
     """Stored receipts outlive this code: a change here is a new format."""
     assert _example().to_json() == (
-        b'{"crc32c":"749600dc","receipt":{"format":"hsx-receipt/1","attempt":1,"writer":"w-0","seq":1,'
-        b'"part":"data/p.safetensors","size":100,"crc32c":"0000abcd","header_bytes":10,"raw_bytes":50,'
+        b'{"crc32c":"7819fc2a","receipt":{"format":"hsx-receipt/1","attempt":1,"writer":"w-0","seq":1,'
+        b'"part":"data/part-0001-w-0-000001.safetensors","size":100,"crc32c":"0000abcd","header_bytes":10,"raw_bytes":50,'
         b'"segment_columns":["key","index","start","stop","total","slot","token_hash","raw_bytes","stored_bytes","row",'
         b'"sample_hash"],"segments":[["key",0,0,5,9,0,"0123456789abcdef",50,40,7,"fedcba9876543210"]],'
         b'"row_columns":["key","row","fate","reason","tries","content"],"rows":[["bad",3,"refused","too long",1,""]],'
@@ -254,3 +265,20 @@ def test_the_hash_of_token_ids_is_of_their_values() -> None:
     assert token_hash(ids) == token_hash(ids.astype(np.int32)) == token_hash(np.repeat(ids, 2)[::2])
     assert token_hash(ids) != token_hash(ids[:-1])
     assert token_hash(np.array([1, 2, 3])) == "77ba1ae68d5afbb4"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("checkpoint.pt", "../other/data/part-0001-w-000001.safetensors", "/data/part-0001-w-000001.safetensors"),
+        *(part_name(1, "v", 1), part_name(2, "w", 1), f"data/{part_name(1, 'w', 1)}", "run.json", ""),
+        *(part_name(1, "w", 1, "\n"), part_name(1, "w", 1, "x" * 1100)),
+    ],
+)
+def test_a_receipt_names_only_a_part_of_its_own_writer(part: str) -> None:
+    """Retention deletes the part that a receipt names."""
+    segment = SegmentProof(Segment("k", 0, 0, 1, 1), 0, "0" * 16, 1, 1, 0)
+    receipt = Receipt(1, "w", 1, part_name(1, "w", 1), 9, "00000000", 0, 0, (segment,), (), "t")
+    assert Receipt.from_json(receipt.to_json()) == receipt
+    with pytest.raises(FormatError, match="expected the name of a part of writer w, got"):
+        Receipt.from_json(dataclasses.replace(receipt, part=part).to_json())

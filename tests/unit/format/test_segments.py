@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hsx_dist.format.manifest import Manifest
+from hsx_dist.format.names import part_name
 from hsx_dist.format.receipt import Receipt, SegmentProof
 from hsx_dist.format.segments import SegmentTable, whole
 from hsx_dist.page import Segment
@@ -46,7 +47,7 @@ def test_it_is_the_same_as_its_items(items):
         p.segment.index == 0 == p.segment.start and p.segment.stop == p.segment.total for p in items
     ]
     assert pickle.loads(pickle.dumps(table)) == table
-    part = "data/p" if items else None
+    part = part_name(1, "w", 1) if items else None
     receipt = Receipt(1, "w", 1, part, 9 if items else 0, "00000000", 0, 0, items, (), "t")
     assert Receipt.from_json(receipt.to_json()) == receipt
 
