@@ -81,6 +81,8 @@ class Retention:
         self._used: set[str] = set()
         self._marked: set[str] = set()
         self._due: set[str] = set()  # parts to check; a part stays here if the store fails
+        #: By part: the number of its first segments that this rank needs no more.
+        self._done: dict[str, int] = {}
 
     def ack(self, *keys: str) -> None:
         """Record that this rank of this consumer has used these samples and needs them no more.
@@ -178,8 +180,9 @@ class Retention:
         receipt = self._manifest.parts.get(part)
         if receipt is None:
             return False  # an attempt has declared it lost
-        for proof in receipt.segments:
-            key = proof.segment.key
+        done = self._done.get(part, 0)  # else one key at a time would take quadratic time
+        for slot in range(done, len(receipt.table)):
+            key = receipt.table.key(slot)
             if key not in self._manifest.samples:
                 # The attempt that stored this segment may still store the rest of the sample.
                 if over is None:
@@ -188,8 +191,11 @@ class Retention:
                         self._refresh()  # the manifest may be older than the run's end
                 if not over:
                     return False
-            if key in self._manifest.samples and rank_of(key, self._world) == self._rank and key not in self._used:
-                return False
+            if key in self._manifest.samples:
+                if rank_of(key, self._world) == self._rank and key not in self._used:
+                    return False
+                if slot == done:
+                    done = self._done[part] = slot + 1
         return True
 
 

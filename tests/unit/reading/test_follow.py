@@ -743,6 +743,16 @@ def test_following_takes_time_in_proportion_to_the_receipts() -> None:
     check_linear(many_samples_in_one_part, 2048)
 
 
+def test_acknowledging_one_sample_after_another_takes_time_in_proportion_to_their_number() -> None:
+    def acknowledge(n: int) -> Callable[[], object]:
+        samples = [random_sample(f"s{i:05d}", 1, hidden_size=1, layer_ids=(1,), chunk_tokens=1) for i in range(n)]
+        place = store_run(MemoryStore(), samples, per_part=n).place
+        retention = Retention(place)
+        return lambda: [retention.ack(sample.key) for sample in samples]
+
+    check_linear(acknowledge, 256)
+
+
 @pytest.mark.parametrize("state", [None, {}, {"used": 3}, {"used": "s01"}, {"used": [3]}])
 def test_a_damaged_state_of_retention_is_a_typed_error(state: Any) -> None:
     store = MemoryStore()
