@@ -93,6 +93,8 @@ class Exporter(Protocol):
     rows_alone: bool = False
     #: Number of consecutive samples in a file.
     per_file: int
+    #: The file of ``finish`` without which trainers read nothing. If it exists, ``finish`` is not called again.
+    last_file: str | None = None
 
     def __init__(self, run: Run, options: ExportOptions) -> None: ...
 
@@ -106,8 +108,12 @@ class Exporter(Protocol):
             SampleLeftOut: the trainer refuses the sample; only exporters with one sample per file.
         """
 
-    def finish(self, run: Run, dest: Path) -> None:
-        """Write the trainer's other files. Called after all files of samples exist."""
+    def finish(self, run: Run, new: Path) -> None:
+        """Write the trainer's files for the whole data set into the empty folder ``new``.
+
+        Called after all files of samples exist in ``new.parent``. ``export_run`` moves the new files there, and
+        ``last_file`` as the last one.
+        """
 
     def statement(self) -> dict[str, Any]:
         """Return members of ``export.json`` that describe the files for users: layers, norm, mask. JSON types."""

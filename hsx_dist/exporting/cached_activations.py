@@ -35,6 +35,8 @@ class SaeLensExporter(Exporter):
     points: tuple[str, ...] | None = ()  # not None, so that a run without hidden states is not refused
     rows_alone = True  # SAELens mixes the rows of all contexts
 
+    last_file = "state.json"
+
     def __init__(self, run: Run, options: ExportOptions) -> None:
         if importlib.util.find_spec("datasets") is None:
             raise ConfigError("saelens: expected Hugging Face datasets, got none. Run pip install sae-lens")
@@ -66,12 +68,12 @@ class SaeLensExporter(Exporter):
                     writer.write({self._hook: states[context], "token_ids": ids[context]})
             writer.finalize()
 
-    def finish(self, run: Run, dest: Path) -> None:
+    def finish(self, run: Run, new: Path) -> None:
         """Write ``state.json`` and ``dataset_info.json``, from which ``datasets.load_from_disk`` finds the files."""
         from datasets import Dataset
 
         names = (self.file(first) for first in range(0, len(run), self.per_file))
-        files = [dest / name for name in names if (dest / name).exists()]
+        files = [new.parent / name for name in names if (new.parent / name).exists()]
         parts = [Dataset.from_file(str(file)) for file in files]
         if not any(len(part) for part in parts):
             raise ConfigError(
@@ -79,7 +81,7 @@ class SaeLensExporter(Exporter):
                 "(--context)"
             )
         info = parts[0].info
-        (dest / "dataset_info.json").write_text(json.dumps({"features": info.features.to_dict()}))
+        (new / "dataset_info.json").write_text(json.dumps({"features": info.features.to_dict()}))
         state: dict[str, Any] = {
             "_data_files": [{"filename": file.name} for file in files],
             "_fingerprint": run.id,
@@ -89,7 +91,7 @@ class SaeLensExporter(Exporter):
             "_output_all_columns": False,
             "_split": None,
         }
-        (dest / "state.json").write_text(json.dumps(state))
+        (new / "state.json").write_text(json.dumps(state))
 
     def statement(self) -> dict[str, Any]:
         (layer,) = self.layers

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Set
@@ -39,6 +40,8 @@ _STATEMENT_S = 5.0
 _ENTRY_POINTS = "hsx_dist.exporters"
 #: Prefix of unfinished files. They keep the file's suffix, as some libraries choose the format by it.
 _UNFINISHED = ".new-"
+#: Beginning of the name of a folder with files for the whole data set that are not complete.
+_FINISHING = ".finish-"
 #: Name → class, or its module and name: a trainer's packages are imported only for its export.
 EXPORTERS: dict[str, type[Exporter] | str] = {
     "vllm": "hsx_dist.exporting.vllm:VllmExporter",
@@ -151,7 +154,7 @@ def export_run(
             for path in parent.glob(f"{_UNFINISHED}*"):
                 path.unlink(missing_ok=True)
         if finish:
-            exporter.finish(run, folder)
+            _finish(exporter, run, folder)
     left_out = {first for first, path in own.items() if _left_out(path).exists()}
     written = len(set(todo) - left_out)
     return ExportReport(written, len(own) - len(left_out) - written, finished, len(left_out))
@@ -350,6 +353,30 @@ def _as_the_first(item: dict[str, Any], sample: Sample, widths: dict[str, int]) 
     if not fine and not (ids.tolist() == [-1] and is_mean(sample.meta)):
         raise FormatError(f"{item['key']!r}: expected token ids from 0 to 2**31 - 1, got {ids.min()} to {ids.max()}")
     return item
+
+
+def _finish(exporter: Exporter, run: Run, folder: Path) -> None:
+    """Write the files for the whole data set, once. A trainer may read them while another call finishes the export."""
+    last = None if exporter.last_file is None else folder / exporter.last_file
+    if last is not None and last.exists():
+        return  # of the same export, as ``export.json`` says
+    new = folder / f"{_FINISHING}{uuid4().hex}"
+    new.mkdir()
+    try:
+        exporter.finish(run, new)
+        made = sorted(new.iterdir(), key=lambda path: path.name == exporter.last_file)
+        for path in made:
+            _sync(path)
+        for path in made:
+            path.replace(folder / path.name)
+    except FileNotFoundError:
+        if last is None or not last.exists():  # another shard finished the export and removed this folder
+            raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    if last is not None:
+        for left in folder.glob(f"{_FINISHING}*"):  # of killed processes
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _left_out(path: Path) -> Path:

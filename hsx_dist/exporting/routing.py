@@ -96,7 +96,7 @@ class RoutingExporter(Exporter):
                     arrays.append(pa.ListArray.from_arrays(ends, tokens))
                 writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
-    def finish(self, run: Run, dest: Path) -> None:
+    def finish(self, run: Run, new: Path) -> None:
         """Do nothing."""
 
     def statement(self) -> dict[str, Any]:

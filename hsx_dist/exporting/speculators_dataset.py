@@ -21,6 +21,7 @@ class SpeculatorsExporter(Exporter):
     """Row *i* of the Arrow data set is the run's *i*-th sample: ``input_ids``, ``loss_mask`` (0/1), ``seq_len``."""
 
     per_file = 1
+    last_file = "state.json"
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
         if importlib.util.find_spec("datasets") is None:
@@ -41,7 +42,7 @@ class SpeculatorsExporter(Exporter):
         [item] = items
         save_file({"hidden_states": item["hidden_states"].contiguous(), "token_ids": item["input_ids"]}, path)
 
-    def finish(self, run: Run, dest: Path) -> None:
+    def finish(self, run: Run, new: Path) -> None:
         from datasets import Dataset, Features, Sequence, Value
 
         def rows() -> Iterator[dict[str, Any]]:
@@ -58,7 +59,7 @@ class SpeculatorsExporter(Exporter):
             for name, value in row.items():
                 columns[name].append(value)
         data = Dataset.from_dict(columns, features=features).with_format("torch")
-        data.save_to_disk(str(dest))
+        data.save_to_disk(str(new))
 
     def statement(self) -> dict[str, Any]:
         return {

@@ -65,7 +65,7 @@ class TopKExporter(Exporter):
             "teacher_topk_logprobs": list(values.numpy()),
         }
 
-    def finish(self, run: Run, dest: Path) -> None:
+    def finish(self, run: Run, new: Path) -> None:
         """Do nothing."""
 
     def statement(self) -> dict[str, Any]:

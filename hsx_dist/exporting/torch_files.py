@@ -63,7 +63,7 @@ class TorchExporter(Exporter):
         assert self._end is not None, "a last state is only written with the model's norm"
         return self._end.norm(item["hidden_states"][:, -1])
 
-    def finish(self, run: Run, dest: Path) -> None:
+    def finish(self, run: Run, new: Path) -> None:
         """Do nothing."""
 
     def statement(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class VllmExporter(Exporter):
             tensors["loss_mask"] = item["loss_mask"].contiguous()
         save_file(tensors, path)
 
-    def finish(self, run: Run, dest: Path) -> None:
+    def finish(self, run: Run, new: Path) -> None:
         """Do nothing."""
 
     def statement(self) -> dict[str, Any]:

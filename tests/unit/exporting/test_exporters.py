@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from hsx_dist import open_run
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting import Exporter, ExportOptions, SampleLeftOut, export_run, register_exporter
-from hsx_dist.exporting.export import EXPORTERS
+from hsx_dist.exporting.export import EXPORTERS, exporter_of
 from hsx_dist.exporting.specforge import DFlashExporter
 from hsx_dist.format.names import part_name
 from hsx_dist.format.place import open_place, start_run
@@ -248,6 +248,38 @@ def test_the_loader_of_speculators_reads_the_exported_files(run: Run, tmp_path: 
     batch = CollateFn(64, H, dtype=torch.float32)(items[:3])
     assert batch["hidden_states"].shape == (1, 64, 3 * H)
     assert batch["error_records"] == 0
+
+
+@pytest.mark.parametrize("to", ["speculators", "saelens"])
+def test_a_finished_data_set_is_not_written_again(
+    to: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer may have it open, and a killed call would leave it shorter."""
+    options = ExportOptions(aux_layers=(2, 4, 5)) if to == "speculators" else ExportOptions(aux_layers=(2,), context=4)
+
+    def state() -> dict[str, tuple[int, int]]:
+        return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in tmp_path.iterdir() if p.is_file()}
+
+    exporter = exporter_of(to)
+    finish = exporter.finish
+
+    def killed(self: Any, run: Run, new: Path) -> None:
+        finish(self, run, new)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exporter, "finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export_run(run, to, tmp_path, options)
+    assert not (tmp_path / "state.json").exists()
+    (tmp_path / ".finish-of-a-killed-process").mkdir()
+    assert export_run(run, to, tmp_path, options).finished
+    before = state()
+    assert "state.json" in before
+    assert not list(tmp_path.glob(".finish-*"))
+    monkeypatch.setattr(exporter, "finish", lambda *_: pytest.fail("written again"))
+    assert export_run(run, to, tmp_path, options).finished
+    assert state() == before
 
 
 def test_a_run_that_cannot_serve_a_trainer_is_refused_with_the_layers(run: Run, tmp_path: Path) -> None:
@@ -625,7 +657,7 @@ def test_samples_that_an_exporter_does_not_read_are_in_no_other_file(
         def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
             path.write_text(next(iter(items))["key"])
 
-        def finish(self, run: Run, dest: Path) -> None: ...
+        def finish(self, run: Run, new: Path) -> None: ...
 
         def statement(self) -> dict[str, Any]:
             return {}
