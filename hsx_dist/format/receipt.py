@@ -205,7 +205,7 @@ def _receipt(b: _Json) -> Receipt:
     )
     if not WRITER.fullmatch(receipt.writer):
         raise ValueError(f"writer: expected a writer's name, got {receipt.writer[:80]!r}")
-    # Retention deletes the parts that receipts name, so a receipt may name only a part of its own writer.
+    # Retention deletes the parts that receipts name, so a receipt may name only a part that its writer stored.
     own = (receipt.attempt, receipt.writer)
     if part is not None and (not _PART.fullmatch(part) or (parse_part_name(part) or ())[:2] != own):
         raise ValueError(f"part: expected the name of a part of writer {receipt.writer}, got {part[:80]!r}")

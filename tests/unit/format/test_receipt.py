@@ -275,7 +275,7 @@ def test_the_hash_of_token_ids_is_of_their_values() -> None:
         *(part_name(1, "w", 1, "\n"), part_name(1, "w", 1, "x" * 1100)),
     ],
 )
-def test_a_receipt_names_only_a_part_of_its_own_writer(part: str) -> None:
+def test_a_receipt_names_only_a_part_that_its_writer_stored(part: str) -> None:
     """Retention deletes the part that a receipt names."""
     segment = SegmentProof(Segment("k", 0, 0, 1, 1), 0, "0" * 16, 1, 1, 0)
     receipt = Receipt(1, "w", 1, part_name(1, "w", 1), 9, "00000000", 0, 0, (segment,), (), "t")
