@@ -96,7 +96,7 @@ def test_a_run_is_read_and_exported_by_rays_tasks(ray_cluster: RayHead, tmp_path
 
 
 def test_workers_of_a_command_do_not_import_modules_of_its_working_folder(ray_cluster: RayHead, tmp_path: Path) -> None:
-    """The folder may be a run of another author. Ray's workers search the driver's folder first, unless told not to."""
+    """The folder may be a run of another author. By default Ray's workers search the driver's folder first."""
     run, trap = tmp_path / "run", tmp_path / "executed"
     store_run(open_store(str(run)), [random_sample("a", 5, odd=False)])
     for name in ("safetensors.py", "numpy.py", "hsx_dist/__init__.py"):
