@@ -327,13 +327,17 @@ def _public_link(link: str) -> str:
 
 def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yield the paths, at and below ``path``, that seem to hold a literal credential."""
+    yield from _secret_paths(value, path, within=any(map(looks_secret, path)))
+
+
+def _secret_paths(value: object, path: tuple[str, ...], *, within: bool) -> Iterator[tuple[str, ...]]:
     if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from secret_paths(item, (*path, str(name)))
+        for name, item, secret in _members(value, within):
+            yield from _secret_paths(item, (*path, name), within=secret)
         return
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         for item in value:
-            yield from secret_paths(item, path)
+            yield from _secret_paths(item, path, within=within)
         return
     if value is None or isinstance(value, bool) or is_env_reference(value):
         return
@@ -342,7 +346,7 @@ def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[st
     if _odd_endpoint(path[-1] if path else "", value):
         yield path
         return
-    named_so = any(looks_secret(name) for name in path) and not (path[-1] == "token" and value in _WHERE_TO_LOOK)
+    named_so = within and not (path[-1] == "token" and value in _WHERE_TO_LOOK)
     if named_so or (isinstance(value, str) and _holds_secret(_without_references(value))):
         yield path
 
@@ -373,37 +377,45 @@ def _odd_endpoint(name: str, value: object) -> bool:
     return name == _ENDPOINT_OPTION and isinstance(value, str) and not _is_endpoint(_without_references(value))
 
 
-def compared_form(value: Any, name: str = "", *, within: bool = False) -> Any:
+def compared_form(value: Any, *, within: bool = False) -> Any:
     """Return a copy of nested settings in which each text that looks like a credential is replaced by a hash.
 
     Equal values have equal copies, and other values have other copies. The hash has 32 bits, too few to compute a
     random credential from. Numbers stay, because models have settings such as ``num_key_value_heads``.
+    ``within``: as in ``hide_secrets``.
     """
     if isinstance(value, Mapping):
-        within = within or looks_secret(name)
-        return {compared_form(str(k)): compared_form(v, str(k), within=within) for k, v in value.items()}
+        return {compared_form(k): compared_form(v, within=secret) for k, v, secret in _members(value, within)}
     if isinstance(value, (list, tuple)):
-        return [compared_form(v, name, within=within) for v in value]
-    if isinstance(value, str) and (within or looks_secret(name) or _holds_secret(value)):
+        return [compared_form(v, within=within) for v in value]
+    if isinstance(value, str) and (within or _holds_secret(value)):
         return f"{HIDDEN} {hashlib.sha256(value.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
     return value
 
 
-def hide_secrets(value: Any, name: str = "", *, within: bool = False) -> Any:
+def hide_secrets(value: Any, *, within: bool = False) -> Any:
     """Return a copy of nested settings in which values that look like credentials are hidden.
 
-    ``within``: an enclosing setting has the name of a secret. All texts in it are hidden.
+    ``within``: the setting, or an enclosing one, has the name of a secret. All texts and numbers in it are hidden.
     """
     if isinstance(value, Mapping):
-        within = within or looks_secret(name)
-        return {public_url(str(k)): hide_secrets(v, str(k), within=within) for k, v in value.items()}
-    if isinstance(value, (str, int, float)) and not isinstance(value, bool) and (within or looks_secret(name)):
-        return HIDDEN
+        return {public_url(k): hide_secrets(v, within=secret) for k, v, secret in _members(value, within)}
     if isinstance(value, (list, tuple)):
-        return [hide_secrets(v, name, within=within) for v in value]
+        return [hide_secrets(v, within=within) for v in value]
+    if within and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return HIDDEN
     if isinstance(value, str):
         return HIDDEN if _SECRET_TEXT.search(value) else public_url(value)
     return value
+
+
+def _members(value: Mapping[Any, Any], within: bool) -> Iterator[tuple[str, Any, bool]]:
+    """Yield name and value of each member, and whether the value belongs to a secret.
+
+    A name is searched once, not for each item of its list: both may have megabytes.
+    """
+    for name, item in value.items():
+        yield str(name), item, within or looks_secret(str(name))
 
 
 #: Prefixes of environment variables that hold or locate credentials. The driver passes these variables to every process

@@ -116,7 +116,7 @@ def _what_ran(facts: RunFacts) -> str:
         ("engine", _engine(facts)),
         ("codec", ", ".join(sorted(facts.codecs)) or "no part is stored"),
         ("software", _software(facts) or "?"),
-        ("created", _when(str(facts.info.get("created", "?")))),
+        ("created", _when(facts.created)),
     ]
     attempts = "".join(
         f"<tr><td>{a.number}</td><td>{escape(_when(a.created))}</td><td>{escape(a.host)}</td><td>{escape(a.state)}</td>"

@@ -74,7 +74,9 @@ class RunFacts:
 
     url: str
     complete: bool
-    info: Mapping[str, Any]
+    created: str  # the time in ``run.json``
+    meaning: Mapping[str, Any]
+    settings: Mapping[str, Any]
     attempts: list[Attempt]
     counts: dict[str, int]
     timeline: Timeline
@@ -85,19 +87,6 @@ class RunFacts:
     layer_sizes: list[LayerSize]
     codecs: dict[str, int] = field(default_factory=dict)  # name → number of inspected parts
     about: Mapping[str, Any] = field(default_factory=dict)  # origin, as described in the newest inspected part
-
-    @property
-    def meaning(self) -> Mapping[str, Any]:
-        return self._shown("meaning")
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        return self._shown("settings")
-
-    def _shown(self, name: str) -> Mapping[str, Any]:
-        found = self.info.get(name)
-        # Older versions recognised fewer credentials, and stored them.
-        return hide_secrets(found) if isinstance(found, dict) else {}
 
 
 def gather_facts(run: Run) -> RunFacts:
@@ -124,7 +113,9 @@ def _gather(run: Run) -> RunFacts:
     return RunFacts(
         url=run.url,
         complete=run.complete,
-        info=run.info,
+        created=str(run.info.get("created", "?")),
+        meaning=_shown(run, "meaning"),
+        settings=_shown(run, "settings"),
         attempts=attempts,
         counts={
             "samples": len(run),
@@ -146,6 +137,12 @@ def _gather(run: Run) -> RunFacts:
         codecs=codecs,
         about=about,
     )
+
+
+def _shown(run: Run, name: str) -> Mapping[str, Any]:
+    found = run.info.get(name)
+    # Older versions recognised fewer credentials, and stored them.
+    return hide_secrets(found) if isinstance(found, dict) else {}
 
 
 def _attempt(store: Store, number: int, complete: Mapping[str, Any] | None, newest: int) -> Attempt:

@@ -488,6 +488,17 @@ def test_time_grows_with_the_length_of_a_text_and_not_its_square(call: Callable[
             check_linear(partial(make, first, repeated), 1 << 13, (first, repeated))
 
 
+@pytest.mark.parametrize("call", [hide_secrets, compared_form, lambda value: list(secret_paths(value))])
+def test_the_name_of_a_list_is_searched_once_and_not_for_each_item(call: Callable[[Any], Any]) -> None:
+    """A run's settings may have a name of a megabyte, and a list of 100,000 items under it."""
+
+    def make(length: int) -> Callable[[], None]:
+        settings = {"a" * length: ["b"] * (length // 8)}
+        return lambda: call(settings)
+
+    check_linear(make, 1 << 13)
+
+
 def test_numbers_are_credentials_only_among_storage_options() -> None:
     assert not list(secret_paths({"sampling_params": {"thinking_token_budget": 16}}))
     assert list(secret_paths({"store": {"storage_options": {"password": 12345678}}}))
