@@ -44,6 +44,8 @@ _STYLE: dict[str, Any] = {
 
 #: matplotlib reads this file in the working folder, which may be a downloaded run. It can make matplotlib run TeX.
 SETTINGS = "matplotlibrc"
+#: Limit of the attempts whose beginning is drawn. Of more, evenly spaced ones are drawn.
+_MOST_ATTEMPTS = 40
 #: Ticks of logarithmic axes: 1, 2, 5, 10, …
 _ROUND = [digit * 10**power for power in range(8) for digit in (1, 2, 5)]
 
@@ -88,7 +90,9 @@ class Canvas:
     # -- where time went -----------------------------------------------------------------------------------------
 
     def throughput(self, timeline: Timeline) -> str:
-        """Draw the tokens and bytes that became durable over time."""
+        """Draw the tokens and bytes that became durable over time, and the beginnings of attempts after the first."""
+        # Parts of two attempts may alternate in time.
+        begun = np.sort(np.unique(timeline.attempts, return_index=True)[1])[1:].tolist()
 
         def fill(figure: Figure) -> None:
             left, right = figure.subplots(1, 2)
@@ -107,8 +111,8 @@ class Canvas:
                 axes.set_title(name)
                 axes.set_xlabel(f"{unit} since the run began")
                 axes.set_ylim(bottom=0)
-                for at in np.flatnonzero(np.diff(timeline.attempts)):
-                    axes.axvline(timeline.seconds[at + 1] / scale, color=RED, linestyle=":", linewidth=1)
+                for at in spread(begun, _MOST_ATTEMPTS):
+                    axes.axvline(timeline.seconds[at] / scale, color=RED, linestyle=":", linewidth=1)
 
         return self._draw(fill, 9.6, 2.6, "Throughput over time")
 

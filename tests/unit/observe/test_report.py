@@ -18,7 +18,7 @@ from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.place import Place, open_place
 from hsx_dist.observe.report import write_report
 from hsx_dist.observe.report.document import escape
-from hsx_dist.observe.report.facts import gather_facts
+from hsx_dist.observe.report.facts import Timeline, gather_facts
 from hsx_dist.observe.report.plots import Canvas
 from hsx_dist.observe.report.prompt_attention import HEADS_DRAWN, TOKENS_DRAWN, drawn_layer, gather_attention
 from hsx_dist.observe.report.states import MOST_LAYERS, gather_states, spread
@@ -50,6 +50,13 @@ def test_facts_are_those_of_the_receipts_and_headers(small_run: Store):
     assert sum(s.stored for s in facts.layer_sizes) < facts.counts["stored_bytes"]
     (attempt,) = facts.attempts
     assert (attempt.host, attempt.state, attempt.counted("store_wait_seconds")) == ("here", "complete", 2.5)
+
+
+@pytest.mark.parametrize(("attempts", "lines"), [([1, 1], 0), ([1, 2] * 500, 1), (list(range(500)), 40)])
+def test_each_attempt_has_one_line_in_the_throughput(attempts: list[int], lines: int) -> None:
+    n = len(attempts)
+    timeline = Timeline(np.arange(n, dtype=np.float64), np.array(attempts), *(np.ones((3, n), np.int64)))
+    assert Canvas().throughput(timeline).count("stroke-dasharray") == 2 * lines
 
 
 def test_numbers_of_states_are_those_of_the_samples(small_run: Store):
