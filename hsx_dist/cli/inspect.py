@@ -11,12 +11,14 @@ import numpy as np
 from hsx_dist.cli.tables import layers_text, print_facts, print_table
 from hsx_dist.config import parse_storage_options
 from hsx_dist.config.secrets import hide_secrets
+from hsx_dist.format.codecs.base import blocks, itemsize
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.segments import exact_sum
-from hsx_dist.observe.console import print_json, say
+from hsx_dist.observe.console import print_json, print_json_rows, say
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.page import FLOATS, HIDDEN_STATES
 from hsx_dist.reading import Run, Sample, open_run
+from hsx_dist.reading.arrays import to_states
 from hsx_dist.reading.column import StoredPoint
 from hsx_dist.reading.stored import read_stored
 
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 #: Refused and failed rows that are listed. `--json` prints all.
 _REASONS_SHOWN = 5
-_ROWS_AT_ONCE, _BYTES_AT_ONCE = 4096, 64 << 20
+#: Limit of the bytes of states in memory at once. One token's row of a layer is always read whole.
+_BYTES_AT_ONCE = 64 << 20
 _OUTLIER, _OUTLIERS_SHOWN = 6.0, 3
 #: Limit of a sample's tokens that are shown as text.
 _TOKENS_SHOWN = 64
@@ -48,7 +51,7 @@ def print_samples(path: str, options: Sequence[str], *, limit: int, as_json: boo
     )
     totals = _totals(run)
     if as_json:
-        print_json({"run": path, "complete": run.complete, "samples": list(rows), "totals": totals})
+        print_json_rows({"run": path, "complete": run.complete, "samples": [], "totals": totals}, "samples", rows)
         return
     told = (layers_text(layers),) if layers else ()  # `hsx show` has the layers of other points
     print_table(
@@ -174,47 +177,65 @@ def _print_norms(norms: Sequence[dict[str, Any]]) -> None:
 
 def _layer_norms(sample: Sample, name: str) -> list[dict[str, Any]]:
     """Return statistics of the rows' Euclidean norms over all tokens, for each layer of a point."""
-    norms = []
-    point = sample.points[name]
+    point, chunk = sample.points[name], min(sample.chunk_tokens, sample.num_tokens)
+    row_bytes = point.width * itemsize(point.dtype)
     # Several layers at once: an object of one sample is stored token by token, so that each load reads all layers.
-    at_once = max(_BYTES_AT_ONCE // max(sample.num_tokens * point.width * 4, 1), 1)
-    for layer, states in (
-        (layer, loaded[:, k].reshape(-1, point.width))
-        for some in (point.layers[i : i + at_once] for i in range(0, len(point.layers), at_once))
-        for loaded in (sample.load(some, framework="numpy", points=[name])["points"][name],)
-        for k, layer in enumerate(some)
-    ):
-        # In float64 and a few rows at once: fp16 squares overflow, and a copy of a long sample would be large.
-        rows = [
-            np.linalg.norm(states[i : i + _ROWS_AT_ONCE].astype(np.float64), axis=1)
-            for i in range(0, len(states), _ROWS_AT_ONCE)
-        ]
-        norm = np.concatenate(rows)
-        finite = np.isfinite(norm)
-        norms.append(
-            {
-                "layer": layer,
-                "mean_norm": float(norm[finite].mean()) if finite.any() else 0.0,
-                "max_norm": float(norm[finite].max()) if finite.any() else 0.0,
-                "not_finite": int((~finite).sum()),
-                "zero_rows": int((norm == 0).sum()),
-                "outliers": _outliers(states),
-            }
-        )
+    at_once = max(_BYTES_AT_ONCE // (chunk * row_bytes + _Totals.BYTES * point.width), 1)
+    step = max(_BYTES_AT_ONCE // (min(at_once, len(point.layers)) * row_bytes), 1)
+    step = step - step % chunk or step  # decodes no chunk twice, unless a chunk is larger than the limit
+    norms: list[dict[str, Any]] = []
+    for some in (point.layers[i : i + at_once] for i in range(0, len(point.layers), at_once)):
+        totals = [_Totals(point.width) for _ in some]
+        for start in range(0, sample.num_tokens, step):
+            states = sample.load_carrier(some, (start, start + step), name)[0]
+            for k, total in enumerate(totals):
+                total.add(states[:, k], point.dtype)
+            del states  # before the next ones are allocated
+        norms.extend({"layer": layer, **total.facts()} for layer, total in zip(some, totals, strict=True))
     return norms
 
 
-def _outliers(states: np.ndarray[Any, Any]) -> list[dict[str, float]]:
+class _Totals:
+    """Statistics of one layer's rows."""
+
+    BYTES = 8  # of each channel
+
+    def __init__(self, width: int):
+        self._squares = np.zeros(width)
+        self._rows = self._finite = self._zero = 0
+        self._sum = self._max = 0.0
+
+    def add(self, carrier: np.ndarray[Any, Any], dtype: str) -> None:
+        """Add rows ``[n, width]``."""
+        # In float64 and a few rows at once: fp16 squares overflow, and a copy of many rows would be large.
+        for rows in blocks(carrier):
+            with np.errstate(invalid="ignore"):  # converting a signalling NaN would print a warning
+                block = to_states(rows, dtype, "numpy").astype(np.float64)
+            norm = np.linalg.norm(block, axis=1)
+            finite = norm[np.isfinite(norm)]
+            self._rows, self._finite = self._rows + len(norm), self._finite + len(finite)
+            self._zero += int((norm == 0).sum())
+            self._sum, self._max = self._sum + float(finite.sum()), max(self._max, float(finite.max(initial=0)))
+            block[~np.isfinite(block)] = 0
+            self._squares += np.square(block, out=block).sum(0)
+
+    def facts(self) -> dict[str, Any]:
+        """Return them in the form of ``hsx show --json``."""
+        return {
+            "mean_norm": self._sum / max(self._finite, 1),
+            "max_norm": self._max,
+            "not_finite": self._rows - self._finite,
+            "zero_rows": self._zero,
+            "outliers": _outliers(np.sqrt(self._squares / max(self._rows, 1))),
+        }
+
+
+def _outliers(size: np.ndarray[Any, Any]) -> list[dict[str, float]]:
     """Return the channels with the largest root mean square over the tokens, at least six times the median channel's.
 
     Massive activations of a few channels are normal in a residual stream. Six is the threshold of LLM.int8()
-    (Dettmers et al. 2022).
+    (Dettmers et al. 2022). ``size``: the root mean square of each channel.
     """
-    squares = np.zeros(states.shape[1])
-    for i in range(0, len(states), _ROWS_AT_ONCE):
-        block = states[i : i + _ROWS_AT_ONCE].astype(np.float64)
-        squares += np.where(np.isfinite(block), block, 0).__pow__(2).sum(0)
-    size = np.sqrt(squares / max(1, len(states)))
     median = float(np.median(size))
     times = size / median if median else np.zeros_like(size)
     found = [c for c in np.argsort(-times)[:_OUTLIERS_SHOWN] if times[c] >= _OUTLIER]

@@ -7,6 +7,7 @@ control and format characters escaped.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 import rich.console
@@ -30,8 +31,24 @@ def print_json(value: Any, *, indent: int | None = 1, to: TextIO | None = None) 
     _write(ascii_json(value, indent=indent), to)
 
 
-def _write(text: str, to: TextIO | None) -> None:
-    print(text, file=sys.stdout if to is None else to, flush=True)
+def print_json_rows(document: dict[str, Any], name: str, rows: Iterable[Any]) -> None:
+    """Print as ``print_json`` of ``{**document, name: list(rows)}``, where ``document[name]`` is an empty list.
+
+    Each row is printed before the next is made, because all rows together may not fit the memory.
+    """
+    # In the text of a member this would have a backslash before each quote.
+    before, after = ascii_json(document, indent=1).split(f'"{name}": []')
+    _write(f'{before}"{name}": [', None, end="")
+    end = "]"
+    for i, row in enumerate(rows):
+        text = ascii_json(row, indent=1).replace("\n", "\n  ")
+        _write(f"{',' if i else ''}\n  {text}", None, end="")
+        end = "\n ]"
+    _write(f"{end}{after}", None)
+
+
+def _write(text: str, to: TextIO | None, end: str = "\n") -> None:
+    print(text, end=end, file=sys.stdout if to is None else to, flush=bool(end))
 
 
 class Console(rich.console.Console):

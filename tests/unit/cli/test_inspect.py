@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hsx_dist.cli import main
-from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.cli import inspect, main
+from hsx_dist.format.codecs import Codec, NoneCodec, SplitCodec, resolve_codec
 from hsx_dist.format.manifest import Receipt, RowFate
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
-from hsx_dist.page import Page, Segment
+from hsx_dist.observe.console import print_json, print_json_rows
+from hsx_dist.page import HIDDEN_STATES, Page, Segment
+from hsx_dist.reading import Run
 from hsx_dist.store import Store, open_store
+from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.stores import MemoryStore
 from hsx_dist.writers.sink import PartSink, SinkOptions
-from tests.harness.runs import write_v1_run
+from tests.harness.runs import store_run, write_v1_run
 
 LAYERS, HIDDEN = (2, 5, 6), 16
 TOKENS = {"row:00000000": 7, "a/b c": 12, "[bold]x\x1b": 1}
@@ -105,6 +112,25 @@ def test_ls_json(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert listing["complete"] is True
 
 
+def test_rows_are_printed_one_at_a_time_as_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = ""
+
+    def rows(count: int) -> Iterator[dict[str, Any]]:
+        nonlocal printed
+        for i in range(count):
+            printed += capsys.readouterr().out
+            assert f'"i": {i - 1},' in printed or not i
+            yield {"i": i, "text": 'a\n"samples": []'}
+
+    for count in (0, 1, 3):
+        printed = ""
+        head = {"run": '"samples": []', "samples": [], "totals": {"x": 1}}
+        print_json_rows(head, "samples", rows(count))
+        printed += capsys.readouterr().out
+        print_json({**head, "samples": list(rows(count))})
+        assert printed.endswith(capsys.readouterr().out)
+
+
 def test_ls_limit(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert hsx("ls", run, "--limit", "1") == 0
     out = capsys.readouterr().out
@@ -143,6 +169,31 @@ def test_show_of_a_missing_or_refused_sample_prints_the_reason(run: str, capsys:
     assert "nope" in capsys.readouterr().err
     assert hsx("show", run, "row:00000003") == 2
     assert "its row was refused: text: expected text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("codec", "layers"), [(NoneCodec(), 1), (SplitCodec(), 2)])
+def test_norms_take_the_memory_of_a_few_rows(codec: Codec, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, hidden = 2048, 4096
+    made = random_sample("a", tokens, layer_ids=range(layers), hidden_size=hidden, chunk_tokens=64)
+    made.states[3, 0, 5] = 0x7F81  # a signalling NaN
+    store = MemoryStore()
+    store_run(store, [made], codec=codec)
+    sample = Run(store)["a"]
+    with np.errstate(invalid="ignore"):
+        whole = sample.load(framework="numpy")["hidden_states"][:, 0].astype(np.float64)
+    monkeypatch.setattr(inspect, "_BYTES_AT_ONCE", 1 << 20)
+    tracemalloc.start()
+    try:
+        with warnings.catch_warnings(action="error"):
+            first = inspect._layer_norms(sample, HIDDEN_STATES)[0]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 << 20 < made.states.nbytes
+    norms = np.linalg.norm(whole, axis=1)
+    finite = norms[np.isfinite(norms)]
+    assert first["mean_norm"] == pytest.approx(finite.mean())
+    assert (first["max_norm"], first["not_finite"]) == (pytest.approx(finite.max()), tokens - len(finite))
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])

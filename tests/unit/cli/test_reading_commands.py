@@ -66,14 +66,14 @@ def test_show_reads_the_layers_of_a_small_sample_at_once(monkeypatch: pytest.Mon
     store_run(made, [random_sample("a", 9, layer_ids=layers, hidden_size=4, odd=False)], codec=NoneCodec())
     sample = Run(made)["a"]
     loads: list[Any] = []
-    load = Sample.load
-    monkeypatch.setattr(Sample, "load", lambda *a, **k: loads.append(a[1]) or load(*a, **k))
+    load = Sample.load_carrier
+    monkeypatch.setattr(Sample, "load_carrier", lambda *a, **k: loads.append(a[1]) or load(*a, **k))
     norms = _layer_norms(sample, "hidden_states")
     assert loads == [layers]
-    states = load(sample, framework="numpy")["hidden_states"].astype(np.float64)
+    states = sample.load(framework="numpy")["hidden_states"].astype(np.float64)
     assert [n["layer"] for n in norms] == list(layers)
     assert norms[77]["max_norm"] == np.linalg.norm(states[:, 77], axis=1).max()
-    monkeypatch.setattr(inspect, "_BYTES_AT_ONCE", 9 * 4 * 4 * 200)
+    monkeypatch.setattr(inspect, "_BYTES_AT_ONCE", (9 * 4 * 2 + 4 * 8) * 200)
     assert _layer_norms(sample, "hidden_states") == norms
     assert [len(some) for some in loads] == [500, 200, 200, 100]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format import container_write
+from hsx_dist.format.codecs import ZstdCodec
 from hsx_dist.format.names import complete_name
 from hsx_dist.format.place import start_run
 from hsx_dist.format.runs import read_complete
@@ -88,6 +90,21 @@ def test_readers_refuse_segments_that_are_not_one_sample(parts: list[list[Stored
     with pytest.raises(FormatError) as e:
         [sample.load(points=[name]) for name in (["q", "k"] if columns > 1 else ["hidden_states"])]
     assert len(str(e.value)) < 600
+
+
+def test_verify_takes_the_memory_of_one_chunk() -> None:
+    wide = sample(hidden_size=1 << 18)  # one chunk of 10 MiB
+    wide = replace(wide, states=np.zeros_like(wide.states), chunk_tokens=20)
+    store = MemoryStore()
+    store_run(store, [wide], codec=ZstdCodec())
+    tracemalloc.start()
+    try:
+        report = verify_run(store)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (report.problems, report.all_zero) == ([], 1)
+    assert peak < 1.5 * wide.states.nbytes
 
 
 def test_messages_do_not_repeat_the_metadata_of_a_hostile_part() -> None:
