@@ -116,7 +116,14 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
         return LocalFileSystem(), str(Path(config.path).expanduser().absolute())
     check_endpoints(config.storage_options)
     _check_chain(config.path, shown)
-    return fsspec.core.url_to_fs(config.path, **config.storage_options)  # type: ignore[no-any-return]
+    fs, path = fsspec.core.url_to_fs(config.path, **config.storage_options)
+    if isinstance(_innermost(fs), LocalFileSystem) and not isinstance(fs, LocalFileSystem):
+        # Checks of local files look for links and FIFOs, which a cache hides.
+        raise ConfigError(
+            f"input.path: expected a local path without a link such as simplecache:: before it, got {shown}. Name only "
+            "the path"
+        )
+    return fs, path
 
 
 def _check_chain(path: str, shown: str) -> None:
@@ -159,9 +166,17 @@ def check_file(fs: Any, path: str, ending: str = "") -> None:
 
 def _zip_file(fs: Any) -> Any:
     """Return the ``zipfile.ZipFile`` that the file system reads, or None for another file system."""
-    while (inner := getattr(fs, "fs", None)) is not None and not hasattr(fs, "zip"):
+    return getattr(_innermost(fs), "zip", None)
+
+
+def _innermost(fs: Any) -> Any:
+    """Return the file system that caches and other file systems wrap, or the first of them that reads a zip file."""
+    while not hasattr(fs, "zip"):
+        inner = getattr(fs, "fs", None) or getattr(fs, "sync_fs", None)
+        if inner is None:
+            break
         fs = inner
-    return getattr(fs, "zip", None)
+    return fs
 
 
 def _is_compressed(path: str) -> bool:

@@ -415,6 +415,18 @@ def test_a_fifo_or_a_device_is_no_input(name: str, kind: str, tmp_path: Path) ->
         read(f"file://{tmp_path}")
 
 
+@pytest.mark.parametrize("cache", ["simplecache", "filecache", "blockcache", "dir", "simplecache::blockcache"])
+def test_a_local_path_behind_a_cache_is_refused(cache: str, tmp_path: Path) -> None:
+    """Checks of links and FIFOs would not see the local files."""
+    (tmp_path / "x.jsonl").write_text('{"text": "t"}')
+    for path in (tmp_path, tmp_path / "x.jsonl"):
+        with pytest.raises(ConfigError, match="without a link such as simplecache:: before it"):
+            read(f"{cache}::file://{path}")
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:
+        file.writestr("rows.jsonl", '{"text": "t"}')
+    assert len(read(f"simplecache::zip://rows.jsonl::file://{tmp_path}/x.zip")) == 1
+
+
 @pytest.mark.parametrize("chain", ["zip://inner.zip::", "tar://inner.zip::", "libarchive::", "tar::", "reference::"])
 def test_archives_that_are_read_without_a_bound_are_not_opened(
     chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
