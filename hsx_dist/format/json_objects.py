@@ -24,6 +24,9 @@ MAX_DEPTH = 200
 #: The member with the checksum of the others. Objects of earlier versions have none.
 _CRC = "crc32c"
 
+#: Writes the stored form of an object.
+_STORED = json.JSONEncoder(indent=1, allow_nan=False)
+
 #: Check of a member's value: returns a description of valid values if the value is invalid, else None.
 MemberCheck = Callable[[Any], str | None]
 
@@ -160,23 +163,39 @@ def dump_json(value: Mapping[str, Any]) -> bytes:
     """The stored form of the object, with its checksum. ``FormatError`` when ``read_json`` would refuse it."""
     try:
         body = _text_of({**value, _CRC: crc32c_hex(crc32c(_text_of(value)))})
+    except FormatError:
+        raise
     except (ValueError, TypeError, RecursionError) as e:
         raise FormatError(f"settings: expected values that JSON can hold, got others: {e}. Change them") from e
-    if len(body) > MAX_JSON_BYTES:
-        raise FormatError(f"expected at most {MAX_JSON_BYTES} bytes of settings, got {len(body)}. Shorten them")
     _checked(body, "settings")
     return body
 
 
 def _text_of(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
+    """The stored form of an object. ``FormatError``: it is larger than any stored object.
+
+    Indented, nested JSON may have a hundred times its size.
+    """
+    pieces, size = list[str](), 1
+    for piece in _STORED.iterencode(value):
+        size += len(piece)
+        if size > MAX_JSON_BYTES:
+            raise FormatError(f"expected at most {MAX_JSON_BYTES} bytes of indented JSON, got more. Shorten it")
+        pieces.append(piece)
+    return "".join([*pieces, "\n"]).encode()
 
 
 def _checked(data: bytes, where: str) -> dict[str, Any]:
     """The object in ``data`` without its checksum."""
     found = parse_object(data, where)
     expected = found.pop(_CRC, None)
-    if expected is not None and expected != (crc := crc32c_hex(crc32c(_text_of(found)))):
+    if expected is None:
+        return found
+    try:
+        crc = crc32c_hex(crc32c(_text_of(found)))
+    except FormatError as e:
+        raise FormatError(f"{where}: {e}") from e
+    if expected != crc:
         raise IntegrityError(
             f"{where}: expected crc32c {shown(expected)}, got {crc}: the object changed. Restore it, or write it again"
         )

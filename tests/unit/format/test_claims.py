@@ -208,6 +208,17 @@ def test_a_large_object_where_a_small_one_is_expected_is_not_fetched(tmp_path: P
         read_json(store, name)
 
 
+def test_a_nested_object_is_not_indented_to_many_times_its_size(tmp_path: Path) -> None:
+    """The checksum is that of indented JSON. Here this would have 50 MB."""
+    store = LocalStore(tmp_path)
+    store.put("run.json", [b'{"a":' + b"[" * 197 + b"1" + b",1" * 249_000 + b"]" * 197 + b',"crc32c":"00000000"}'])
+    with pytest.raises(FormatError, match=f"run.json: expected at most {MAX_JSON_BYTES} bytes of indented JSON"):
+        read_json(store, "run.json")
+    value = {"a": [[1, "\u00e9"], {}], "b": 0.5}
+    store.put("run.json", [json.dumps(json.loads(dump_json(value))).encode()])  # not indented, with its checksum
+    assert read_json(store, "run.json") == value
+
+
 @pytest.mark.parametrize("unit", [b'{"a":0}', b"[]", b"0"])
 def test_an_object_of_very_many_values_is_not_parsed(tmp_path: Path, unit: bytes) -> None:
     store = LocalStore(tmp_path)
