@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from operator import index
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,6 +16,7 @@ from hsx_dist.format.codecs.base import check_expansion, raw_array
 from hsx_dist.format.description import ATTACHMENT_DTYPE, MAX_HEADER_BYTES, SegmentInfo
 from hsx_dist.format.header import parse_header
 from hsx_dist.format.loss import Loss
+from hsx_dist.format.part_request import positions, span
 from hsx_dist.format.part_source import PartSource, fetched, located, verified
 from hsx_dist.page import CARRIER
 from hsx_dist.store.base import coalesce
@@ -213,12 +213,14 @@ class Part:
 
     def fetch_bytes(self, i: int, layers: Sequence[int] | None, tokens: tuple[int, int]) -> int:
         """Bytes that ``read`` fetches with these arguments, with gaps between layers. Makes no request."""
-        return sum(b - a for a, b in coalesce(self._wanted(i, _positions(self._info(i), layers), *tokens)[2]))
+        return sum(b - a for a, b in coalesce(self._wanted(i, positions(self._info(i), layers), *tokens)[2]))
 
     def scan(self, i: int) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
         """Yield every chunk of segment ``i``, checked and decoded: position of the layer, states ``[rows, H]``
-        (carrier)."""
+        (carrier). Raises as ``read``, also for more states than ``read`` would allocate."""
         info = self._info(i)
+        with located(self._where):
+            check_expansion(info.raw_bytes, sum(map(info.layer_bytes, range(info.num_layers))))
         if self.description.schema == "vllm":
             for c in range(info.num_chunks):
                 span = self._row_range(i, c, c + 1)
@@ -301,17 +303,19 @@ class Part:
         empty: Empty | None = None,
     ) -> tuple[np.ndarray[Any, Any], list[memoryview]]:
         info = self._info(i)
-        picks = _positions(info, layers)
-        start, stop = (0, info.segment.num_tokens) if tokens is None else _span(tokens)
+        picks = positions(info, layers)
+        start, stop = (0, info.segment.num_tokens) if tokens is None else span(tokens)
         if not 0 <= start <= stop <= info.segment.num_tokens:
             raise ConfigError(f"expected tokens within [0, {info.segment.num_tokens}), got [{start}, {stop})")
         first, last, wanted = self._wanted(i, picks, start, stop)
+        shape = (stop - start, len(picks), info.hidden_size)
+        # Before the fetch: extra has the ids of the whole segment, which in a file with holes may be any number.
+        if out is None:
+            check_expansion(shape[0] * shape[1] * info.row_bytes, sum(b - a for a, b in wanted))
+        _check_cut_chunks(info, picks, range(first, last), start, stop)
         views = fetch([*extra, *wanted])
         extras, views = views[: len(extra)], views[len(extra) :]
-        shape = (stop - start, len(picks), info.hidden_size)
         if out is None:  # allocate after the fetch, which has shown that the object holds the segment's bytes
-            nbytes = shape[0] * shape[1] * info.row_bytes
-            check_expansion(nbytes, sum(view.nbytes for view in views))
             out = (empty or new_states)(shape, info.dtype)
         elif (out.shape, out.dtype) != (shape, CARRIER[info.dtype]):
             raise ValueError(f"out: expected {CARRIER[info.dtype]} {shape}, got {out.dtype} {out.shape}")
@@ -347,7 +351,7 @@ class Part:
             if start <= a and b <= stop:
                 self._decode(i, k, c, data, out[a - start : b - start])
                 continue
-            x = _empty_chunk(info, c, data)
+            x = _empty_chunk(info, c)
             self._decode(i, k, c, data, x)
             _place(out, x, (a, b), start, stop)
             del x  # before the next chunk is allocated
@@ -363,7 +367,7 @@ class Part:
 
     def _fetched_chunk(self, i: int, k: int, c: int, span: tuple[int, int], fetch: _Fetch) -> np.ndarray[Any, Any]:
         data = fetch([span])[0]
-        x = _empty_chunk(self._info(i), c, data)
+        x = _empty_chunk(self._info(i), c)
         self._decode(i, k, c, data, x)
         return x
 
@@ -402,33 +406,18 @@ def new_states(shape: tuple[int, int, int], dtype: str) -> np.ndarray[Any, Any]:
         ) from e
 
 
-def _empty_chunk(info: SegmentInfo, chunk: int, data: memoryview) -> np.ndarray[Any, Any]:
-    """Memory ``[rows, H]`` for one layer of a chunk; ``data``: its encoding."""
+def _check_cut_chunks(info: SegmentInfo, picks: Sequence[int], chunks: Sequence[int], start: int, stop: int) -> None:
+    """``check_expansion`` of those of ``chunks`` that are decoded whole for some of their tokens."""
+    for c in {chunks[0], chunks[-1]} if chunks and info.sizes else ():
+        a, b = info.chunk_span(c)
+        for k in picks if a < start or stop < b else ():
+            check_expansion((b - a) * info.row_bytes, info.sizes[k][c])
+
+
+def _empty_chunk(info: SegmentInfo, chunk: int) -> np.ndarray[Any, Any]:
+    """Memory ``[rows, H]`` for one layer of a chunk."""
     a, b = info.chunk_span(chunk)
-    check_expansion((b - a) * info.row_bytes, data.nbytes)
     return new_states((b - a, 1, info.hidden_size), info.dtype)[:, 0]
-
-
-def _span(tokens: Any) -> tuple[int, int]:
-    try:
-        start, stop = map(index, tokens)
-    except (TypeError, ValueError) as e:
-        raise ConfigError(f"tokens: expected (start, stop), two whole numbers, got {tokens!r}") from e
-    return start, stop
-
-
-def _positions(info: SegmentInfo, layers: Sequence[int] | None) -> list[int]:
-    if layers is None:
-        return list(range(info.num_layers))
-    if not isinstance(layers, Iterable) or isinstance(layers, str | bytes):
-        raise ConfigError(f"layers: expected a sequence of layer ids, got {layers!r}. Pass [{layers!r}]")
-    layers = list(layers)
-    positions = {layer: k for k, layer in enumerate(info.layer_ids)}
-    unknown = [layer for layer in layers if layer not in positions]
-    if unknown:
-        stored = f"layers among {list(info.layer_ids)}" if info.layer_ids else "layers=None, since no layer has an id"
-        raise ConfigError(f"layers: expected {stored}, got {unknown}. Request stored layers only")
-    return [positions[layer] for layer in layers]
 
 
 def _place(out: np.ndarray[Any, Any], x: np.ndarray[Any, Any], span: tuple[int, int], start: int, stop: int) -> None:

@@ -22,9 +22,11 @@ from hsx_dist.cli.tables import layers_text
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format import compacted
 from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.codecs import ZstdCodec
 from hsx_dist.format.codecs.base import EXPANSION_VARIABLE, check_expansion
 from hsx_dist.format.container import Part
-from hsx_dist.format.description import Description
+from hsx_dist.format.description import Description, SegmentInfo
+from hsx_dist.format.header import build_header
 from hsx_dist.format.json_objects import MAX_JSON_BYTES, MAX_JSON_VALUES, dump_json, read_json
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.names import LARGEST_NUMBER, parse_receipt_name, receipt_name
@@ -38,10 +40,12 @@ from hsx_dist.format.runs import (
     take_attempt,
 )
 from hsx_dist.format.segments import exact_sum
+from hsx_dist.page import Segment
 from hsx_dist.reading import load_hidden_states
 from hsx_dist.reading.retention import Retention, used_by_all
+from hsx_dist.reading.verify import verify_run
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness import runs as testing_runs
 from tests.harness.runs import RunWriter, unsealed
@@ -412,6 +416,30 @@ def test_frames_that_expand_too_much_need_a_word_of_the_reader(monkeypatch: pyte
         check_expansion((64 << 20) + 64_001, 1000)
     monkeypatch.setenv(EXPANSION_VARIABLE, "32768")
     check_expansion((64 << 20) + 64_001, 1000)
+
+
+def test_states_that_expand_too_much_are_refused_before_the_token_ids_are_fetched() -> None:
+    """A file with holes has token ids of any size."""
+    n, store = 1 << 22, MemoryStore()
+    frame = ZstdCodec().encode(np.zeros((n, 8), np.uint32), "float32")[0]
+    info = SegmentInfo(Segment("a", 0, 0, n, n), (0,), "float32", 8, n, 1, ((len(frame),),), ((0,),), 0)
+    head = build_header(Description(ZstdCodec(), {}, "segments", (info,)))
+    store.put("p", [head])
+    part = Part.open(store, "p", header_bytes=len(head), size=len(head) + 8 * n + len(frame))
+    with pytest.raises(FormatError, match=EXPANSION_VARIABLE):
+        part.load(0, tokens=(0, 8))
+
+
+def test_verify_and_load_refuse_the_same_states() -> None:
+    """Each of the three layers is small enough, and all three are not."""
+    ids, store = np.arange(16), MemoryStore()
+    zeros = RandomSample("a", np.zeros((16, 3, 1 << 20), np.uint16), ids, (0, 1, 2), "bfloat16", 16)
+    store_run(store, [zeros], codec=ZstdCodec())
+    with pytest.raises(FormatError, match=EXPANSION_VARIABLE):
+        open_run_of(store)["a"].load(framework="numpy")
+    (problem,) = verify_run(store).problems
+    assert EXPANSION_VARIABLE in problem.message
+    assert problem.part in problem.message
 
 
 def test_segments_of_a_long_sample_are_not_allocated_because_receipts_claim_them() -> None:
