@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,18 +18,13 @@ from hsx_dist.format.runs import load_manifest
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.index import Index
+from hsx_dist.reading.kept_parts import MOST_IDS, KeptParts
 from hsx_dist.reading.proven_parts import ProvenParts
 from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.select import Selection, select
 from hsx_dist.store import Store, open_store
 
 log = get_logger(__name__)
-
-#: Headers kept. Neighbouring samples of a run are stored in the same few parts.
-_HEADERS = 64
-#: Up to this many bytes of token ids are fetched and kept with the header, in the same request. Reading a sample then
-#: costs only one more request.
-_MOST_IDS = 1 << 20
 
 
 def open_run(path: str, *, storage_options: Mapping[str, Any] | None = None) -> Run:
@@ -59,40 +52,6 @@ def open_run(path: str, *, storage_options: Mapping[str, Any] | None = None) -> 
 def _open(path: str, storage_options: Mapping[str, Any] | None, forked: bool) -> Store:
     # obstore's event loop (in Rust) does not survive a fork, and a process cannot start a second one.
     return open_store(path, storage_options, backend="fsspec" if forked else "auto")
-
-
-class _Parts:
-    """Cache of the parts opened last. If several threads want the same part, one opens it and all get its error."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Part] = OrderedDict()
-        self._opening: dict[str, Future[Part]] = {}
-
-    def get(self, name: str, open_part: Callable[[str], Part]) -> Part:
-        mine: Future[Part] = Future()
-        with self._lock:
-            if name in self._kept:
-                self._kept.move_to_end(name)
-                return self._kept[name]
-            others = self._opening.get(name)
-            if others is None:
-                self._opening[name] = mine
-        if others is not None:
-            return others.result()
-        try:
-            mine.set_result(open_part(name))
-        except BaseException as e:
-            mine.set_exception(e)
-            raise
-        finally:
-            with self._lock:
-                del self._opening[name]
-                if mine.exception() is None:
-                    self._kept[name] = mine.result()
-                    while len(self._kept) > _HEADERS:
-                        self._kept.popitem(last=False)
-        return mine.result()
 
 
 class Run:
@@ -126,7 +85,7 @@ class Run:
         self._wrap: Callable[[Store], Store] | None = None
         self._wrapped: tuple[Store, Store] | None = None
         self._pid = os.getpid()
-        self._parts = _Parts()
+        self._parts = KeptParts()
         #: The run's settings, from ``run.json``.
         self.info: dict[str, Any] = self._place.info
         self._reader = ManifestReader()
@@ -204,7 +163,7 @@ class Run:
         """The same run, with parts read through ``wrap(store)``. The samples are shared, not read again."""
         other = self.snapshot()
         other._wrap = wrap
-        other._parts = _Parts()
+        other._parts = KeptParts()
         return other
 
     def snapshot(self, index: Index | None = None) -> Run:
@@ -357,7 +316,7 @@ class Run:
         if proven is not None:
             receipt, tokens = proven
             known = {"header_bytes": receipt.header_bytes, "size": receipt.size}
-            known["front_bytes"] = 8 * tokens if 8 * tokens <= _MOST_IDS else 0
+            known["front_bytes"] = 8 * tokens if 8 * tokens <= MOST_IDS else 0
         return Part.open(ProvenParts(store, self.place), name, **known)
 
     def _proven(self, part: str) -> tuple[Receipt, int] | None:
@@ -391,7 +350,7 @@ class Run:
             store = self._place.store
         # Set _pid last: a thread that sees the new _pid must not use the parent's store, whose calls would hang.
         # Two threads may run this at once and open two stores, which is harmless.
-        self._parts = _Parts()
+        self._parts = KeptParts()
         self._mine = store
         self._pid = os.getpid()
 
@@ -406,7 +365,7 @@ class Run:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._pid, self._parts = os.getpid(), _Parts()
+        self._pid, self._parts = os.getpid(), KeptParts()
         self._renew_locks()
         if self._reopen is not None:
             self._place = self._place.at(self._reopen(False))

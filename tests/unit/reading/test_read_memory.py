@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from hsx_dist.format.codecs import Codec, NoneCodec, SplitCodec
-from hsx_dist.reading import Run
+from hsx_dist.format.container import Part
+from hsx_dist.reading import Run, kept_parts
 from hsx_dist.reading.item_reader import ItemReader
 from hsx_dist.reading.items import ItemSpec
+from hsx_dist.reading.kept_parts import KeptParts
 from hsx_dist.reading.sample import load_bytes
 from hsx_dist.serving.states_file import PIECE_BYTES, Range, StatesFile
 from hsx_dist.testing.samples import RandomSample, random_sample
@@ -107,3 +109,41 @@ def test_an_answer_of_one_layer_reads_small_pieces_of_a_part_with_all_layers() -
     body = b"".join(bytes(file.piece(i)) for i in range(len(file)))
     assert len(body) == file.size
     assert taken(lambda: file.piece(1)) <= file.loading_bytes
+
+
+def test_kept_headers_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, opened = MemoryStore(), list[str]()
+    samples = [random_sample(f"s{i}", 9, layer_ids=range(50), hidden_size=4) for i in range(40)]
+    store_run(store, samples, per_part=10, codec=SplitCodec())
+    names = sorted(name for name in store.objects if name.endswith(".safetensors"))
+
+    def open_part(name: str) -> Part:
+        opened.append(name)
+        return Part.open(store, name)
+
+    one = Part.open(store, names[0]).header_bytes * kept_parts._PARSED + kept_parts.MOST_IDS
+    for most, again in ((4 * one + one // 2, 0), (2 * one + one // 2, 2), (one // 2, 3)):
+        monkeypatch.setattr(kept_parts, "_KEPT_BYTES", most)
+        kept = KeptParts()
+        for name in names:
+            kept.get(name, open_part)
+        opened.clear()
+        for name in reversed(names):
+            kept.get(name, open_part)
+        assert len(opened) == again
+
+
+def test_a_kept_header_is_counted_with_its_memory() -> None:
+    store = MemoryStore()
+    store_run(
+        store, [random_sample(f"s{i}", 1, layer_ids=[3], hidden_size=4) for i in range(3000)], per_part=3000,
+        codec=SplitCodec(),
+    )  # fmt: skip
+    name = next(name for name in store.objects if name.endswith(".safetensors"))
+    tracemalloc.start()
+    try:
+        part = Part.open(store, name)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.5 < held / (kept_parts._PARSED * part.header_bytes) < 1.1
