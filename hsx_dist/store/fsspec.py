@@ -29,6 +29,7 @@ from hsx_dist.store.base import (
     not_conditional,
 )
 from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
+from hsx_dist.store.pages import Advance, next_page
 
 T = TypeVar("T")
 
@@ -291,14 +292,18 @@ class FsspecStore:
         return host.endswith((".amazonaws.com", ".amazonaws.com.cn")) and not self._bucket.endswith("--x-s3")
 
     def _pages(self, page: dict[str, Any], root: str, prefix: str) -> Iterator[ObjectInfo]:
+        where = f"list {self.url}/{prefix}"
+        advance, token = Advance(where), None
         while True:
             answer = self._call("list", prefix, lambda: self._fs.call_s3("list_objects_v2", **page, **self._limit()))
             for entry in answer.get("Contents", ()):
+                advance.see(entry["Key"])
                 if not entry["Key"].endswith("/"):  # a console's folder marker
                     yield ObjectInfo(entry["Key"][len(root) :], int(entry["Size"]))
-            if not answer.get("IsTruncated"):
+            token = next_page(answer, token, where)
+            if token is None:
                 return
-            page["ContinuationToken"] = answer["NextContinuationToken"]
+            page["ContinuationToken"] = token
 
     def _list_any(self, prefix: str) -> Iterator[ObjectInfo]:
         folder, _, stem = prefix.rpartition("/")

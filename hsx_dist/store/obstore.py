@@ -30,6 +30,7 @@ from hsx_dist.store.faults import Redactor, expired, past_the_end, redirected, t
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.obstore_connection import Connection, NotTranslated
 from hsx_dist.store.obstore_options import connect
+from hsx_dist.store.pages import Advance, next_page
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class ObstoreStore:
         self._clients: dict[tuple[float, int], Any] = {}
         self._pool = ThreadPoolExecutor(_RANGES_AT_ONCE, thread_name_prefix="hsx-ranges")
         self._connection = self._connect()
+        self._continues = False  # whether the store was seen to say how a page continues
 
     @property
     def url(self) -> str:
@@ -238,15 +240,30 @@ class ObstoreStore:
         stream = self._call(
             "list", prefix, lambda obs, client: obs.list(client, prefix=folder or None, offset=offset), nbytes=None
         )
+        advance = Advance(f"list {self.url}/{prefix}")
         while True:
             # One call per page, so that the error of any page is translated.
             page = self._call("list", prefix, lambda *_: next(stream, None))
             if page is None:
                 return
+            if len(page) > 1 and not self._continues:
+                self._check_pages(prefix, folder)
             for entry in page:
                 path = str(entry["path"])
+                advance.see(path)
                 if path.startswith(self._root) and not path.endswith("/"):
                     yield ObjectInfo(path[len(self._root) :], int(entry["size"]))
+
+    def _check_pages(self, prefix: str, folder: str) -> None:
+        """List one name, and check that the store says how the listing continues.
+
+        obstore takes a page without a continuation token for the last one, even if the store says that it is not. One
+        check suffices, so it costs one request per store. Without a second name below ``folder`` it shows nothing.
+        """
+        first_page = self._connection.first_page
+        if first_page is not None:
+            answer = self._call("list", prefix, lambda *_: first_page(f"{folder}/" if folder else ""))
+            self._continues = next_page(answer, None, f"list {self.url}/{prefix}") is not None
 
     def _call(
         self,

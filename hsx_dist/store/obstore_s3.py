@@ -173,6 +173,7 @@ def s3_connection(bucket: str, options: Mapping[str, Any], region: str | None) -
         # AWS documents sorted listings; SeaweedFS lists by folder, "a/b" before "a-b".
         sorts=_of_aws(client),
         region=partial(_true_region, client, bucket, config["region"]),
+        first_page=partial(_first_page, client, bucket, bool(options.get("requester_pays"))),
     )
 
 
@@ -219,6 +220,12 @@ def _true_region(client: Any, bucket: str, asked: str) -> str | None:
     headers = found.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     actual = found.get("BucketRegion") or headers.get("x-amz-bucket-region")
     return str(actual) if actual and actual != asked else None
+
+
+def _first_page(client: Any, bucket: str, requester_pays: bool, prefix: str) -> Mapping[str, Any]:
+    payer = {"RequestPayer": "requester"} if requester_pays else {}
+    answer: Mapping[str, Any] = client.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1, **payer)
+    return answer
 
 
 def _botocore_client(
