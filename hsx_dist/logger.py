@@ -1,6 +1,7 @@
 """The loggers of this package. They escape the arguments of messages, which may be text of clients or stored objects.
 
-A logging filter escapes them. A formatter could not, because in vLLM's server other code configures the formatters.
+They also redact them: an argument may be a library's error. A logging filter does both. A formatter could not, because
+in vLLM's server other code configures the formatters.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from operator import index
 from typing import Any
 
+from hsx_dist.config.redaction import redact_text
 from hsx_dist.text import printable, printable_lines
 
 #: Limit of the shown characters of one argument.
@@ -25,10 +27,10 @@ class _Escaped:
         self._value = value
 
     def __str__(self) -> str:
-        return printable(self._value, MAX_ARGUMENT)
+        return printable(redact_text(str(self._value)), MAX_ARGUMENT)
 
     def __repr__(self) -> str:
-        return printable(repr(self._value), MAX_ARGUMENT)
+        return printable(redact_text(repr(self._value)), MAX_ARGUMENT)
 
     # For %d, %x and %f: NumPy's and torch's numbers are neither int nor float. These methods refuse text.
     def __int__(self) -> int:
@@ -46,12 +48,17 @@ class _Escaped:
         return self._value
 
 
+def shown_traceback(raised: Any) -> str:
+    """Return the traceback of a record's ``exc_info``, redacted and escaped."""
+    return printable_lines(redact_text(_formatter.formatException(raised)))
+
+
 def _escaped(value: Any) -> Any:
     return value if value is None or isinstance(value, (int, float)) else _Escaped(value)
 
 
 class Escaping(logging.Filter):
-    """Makes a record's arguments and traceback printable. Removes no records."""
+    """Makes a record's arguments and traceback printable, and redacts them. Removes no records."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg = printable_lines(record.msg)
@@ -61,7 +68,7 @@ class Escaping(logging.Filter):
             record.args = tuple(map(_escaped, record.args))
         if record.exc_info and not record.exc_text:
             # Formatters use this text instead of the exception, if it is set.
-            record.exc_text = printable_lines(_formatter.formatException(record.exc_info))
+            record.exc_text = shown_traceback(record.exc_info)
         return True
 
 

@@ -144,7 +144,7 @@ def has_credentials(text: str) -> bool:
     hub id has no ``://`` and holds none. A text that begins as a URL is judged as any library reads it (``check_url``).
     """
     text = _as_read(text)
-    return any(map(_breaks_the_rule, _links(text))) or is_signed_url(text)
+    return any(map(breaks_the_rule, links_of(text))) or is_signed_url(text)
 
 
 def check_url(url: str) -> None:
@@ -155,7 +155,7 @@ def check_url(url: str) -> None:
     spaces within its path, and neither a backslash nor a wide ``@`` before it.
     """
     odd = "://" in url and (not url.isprintable() or url != url.strip(" "))
-    if odd or _as_read(url) != url or (_starts(url)[:1] == [0] and any(map(_ODD_AUTHORITY.match, _links(url)))):
+    if odd or _as_read(url) != url or (_starts(url)[:1] == [0] and any(map(_ODD_AUTHORITY.match, links_of(url)))):
         raise ConfigError(
             f"{public_url(url)}: expected scheme://place/path without control characters, without whitespace outside "
             "its path, and without a backslash before it, got another form. Write the URL in this form"
@@ -194,7 +194,7 @@ def check_place_of_credentials(url: str) -> None:
     Also raises as ``check_url`` does.
     """
     check_url(url)
-    for link in filter(_breaks_the_rule, _links(url)):
+    for link in filter(breaks_the_rule, links_of(url)):
         if link.partition("://")[0].lower() in _BUCKETS or "@" not in _authority(link):
             raise ConfigError(_REFUSED.format(public_url(url)))
 
@@ -208,9 +208,9 @@ def public_url(url: str) -> str:
     url = _as_read(url)
     if "://" not in url:
         return url
-    links = _links(url)
+    links = links_of(url)
     start = url.index(links[0]) if links else len(url)
-    shown = url[:start] + "".join(_public_link(link) for link in links)
+    shown = url[:start] + "".join(public_link(link) for link in links)
     before, separator, rest = shown.partition("://")
     shown = before + separator + rest.split("?", 1)[0]
     return re.split("[;#]", shown, maxsplit=1)[0] if is_signed_url(shown) else shown
@@ -224,7 +224,7 @@ def is_signed_url(text: str) -> bool:
 
 def url_secrets(text: str) -> Iterator[str]:
     """Yield the text before the ``@`` of each link with credentials, and its parts; each also percent-decoded."""
-    for link in filter(_breaks_the_rule, _links(_as_read(text))):
+    for link in filter(breaks_the_rule, links_of(_as_read(text))):
         secret = link.partition("://")[2].rpartition("@")[0]
         yield from (secret, unquote(secret), *secret.split(":", 1), *unquote(secret).split(":", 1))
 
@@ -280,8 +280,8 @@ def _starts(text: str) -> list[int]:
     return [found.start() for found in _SCHEME.finditer(text) if found[1]]
 
 
-def _links(text: str) -> list[str]:
-    """The text from each ``scheme://`` to the next."""
+def links_of(text: str) -> list[str]:
+    """Return the text from each ``scheme://`` to the next."""
     starts = _starts(text)
     return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=False)]
 
@@ -294,7 +294,8 @@ def _authority(link: str) -> str:
     return "".join(normalize("NFKC", c) for c in unquote(rest)).removesuffix("::").rstrip(",.;!?)}\"'`>*")
 
 
-def _breaks_the_rule(link: str) -> bool:
+def breaks_the_rule(link: str) -> bool:
+    """Whether one of ``links_of`` may hold a credential before its path (``has_credentials`` has the rules)."""
     scheme, authority = link.partition("://")[0].lower(), _authority(link)
     if scheme in _NO_HOST:
         return False
@@ -316,8 +317,9 @@ def _breaks_the_rule(link: str) -> bool:
     return behind is not None and "@" in link[behind.end() :]
 
 
-def _public_link(link: str) -> str:
-    if not _breaks_the_rule(link):
+def public_link(link: str) -> str:
+    """Return one of ``links_of`` without what may be a credential."""
+    if not breaks_the_rule(link):
         return link
     scheme, _, rest = link.partition("://")
     chained = "::" if rest.endswith("::") else ""

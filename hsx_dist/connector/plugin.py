@@ -6,6 +6,7 @@ from typing import Any
 
 import hsx_dist.transport.affinity  # noqa: F401 - imported before vLLM pins threads to cores
 from hsx_dist.isa import avoid_broken_amx
+from hsx_dist.observe.logs import redact_like_parent
 from hsx_dist.vllm_patches import captures, model_loads
 
 NAME = "HiddenStatesConnector"
@@ -15,6 +16,7 @@ def register() -> None:
     """Register ``HiddenStatesConnector``. vLLM calls this in every process, in some processes more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    redact_like_parent()
     avoid_broken_amx()
     # A second registration of a name is an error in vLLM, and a plugin that raises is only logged.
     if NAME not in KVConnectorFactory._registry:

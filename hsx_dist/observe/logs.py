@@ -12,8 +12,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
+from hsx_dist.config.redaction import redact_text
+from hsx_dist.logger import shown_traceback
 from hsx_dist.text import ascii_json, printable_lines
 
 #: Names of a line's subjects, in the order in which they are shown.
@@ -22,6 +25,8 @@ FIELDS = ("run", "attempt", "replica", "rank", "writer", "key", "row", "part")
 OFTEN = 10
 #: Length of a window in seconds. Lines beyond the limit are only counted.
 WINDOW_S = 60.0
+#: Environment variable that child processes inherit from a process that redacts its records.
+_REDACTS = "HSX_REDACTS_RECORDS"
 
 
 class Structured(logging.Formatter):
@@ -34,11 +39,10 @@ class Structured(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         about = {n: v for n in FIELDS if (v := getattr(record, n, self._context.get(n))) is not None}
-        message = printable_lines(record.getMessage() + getattr(record, "suppressed", ""))
+        message = printable_lines(redact_text(record.getMessage()) + getattr(record, "suppressed", ""))
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        # ``exc_text``: the traceback, escaped by ``logger.Escaping``.
-        raised = record.exc_text or (self.formatException(record.exc_info) if record.exc_info else "")
-        trace = raised if record.exc_text else printable_lines(raised)
+        # ``exc_text``: the traceback, redacted and escaped by ``logger.Escaping`` or ``redact_records``.
+        trace = record.exc_text or (shown_traceback(record.exc_info) if record.exc_info else "")
         if self._as_json:
             line = {"time": at, "level": record.levelname, "logger": record.name, "message": message, **about}
             return ascii_json({**line, **({"traceback": trace} if trace else {})})
@@ -85,12 +89,56 @@ def shown_elsewhere(record: logging.LogRecord) -> bool:
 
 
 def configure_logging(level: int, **context: str) -> None:
-    """Let this process log to standard error. Does nothing if logging is configured already."""
+    """Let this process log to standard error. Does nothing if logging is configured already.
+
+    ``level`` is that of this package. Lines of other libraries are logged from WARNING on: below it they log each
+    request's URL and each answer. vLLM sets its level itself, by ``VLLM_LOGGING_LEVEL``; without its configuration
+    (``VLLM_CONFIGURE_LOGGING=0``) it logs from ``level`` on, at least INFO.
+    """
+    if logging.getLogger().handlers:
+        return
     handler = logging.StreamHandler()
     handler.setFormatter(Structured(context, as_json=os.environ.get("HSX_LOG") == "json"))
     handler.addFilter(lambda record: not shown_elsewhere(record))
     handler.addFilter(NotSoOften())
-    logging.basicConfig(level=level, handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("hsx_dist").setLevel(level)
+    if (vllm := logging.getLogger("vllm")).level == logging.NOTSET:
+        vllm.setLevel(max(level, logging.INFO))
+
+
+class _Redacted(logging.LogRecord):
+    """A record that every handler shows redacted, also a library's own handler."""
+
+    def getMessage(self) -> str:  # noqa: N802 - logging's name
+        return redact_text(super().getMessage())
+
+
+@cache
+def redact_records() -> None:
+    """Redact the messages and tracebacks of all log records of this process. Only for processes of this package.
+
+    Also redacts those of vLLM's processes that this process starts (``redact_like_parent``).
+    """
+    os.environ[_REDACTS] = "1"
+    factory = logging.getLogRecordFactory()
+
+    def redacted(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = factory(*args, **kwargs)
+        if type(record) is logging.LogRecord:
+            record.__class__ = _Redacted  # not a copy: vLLM's and Ray's factories add fields
+        if record.exc_info and not record.exc_text:
+            # Formatters use this text instead of the exception.
+            record.exc_text = shown_traceback(record.exc_info)
+        return record
+
+    logging.setLogRecordFactory(redacted)
+
+
+def redact_like_parent() -> None:
+    """Call ``redact_records`` if the process that started this one did."""
+    if os.environ.get(_REDACTS):
+        redact_records()
 
 
 def _word(value: Any) -> str:

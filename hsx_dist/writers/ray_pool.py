@@ -18,7 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 from hsx_dist.errors import HsxError
 from hsx_dist.logger import get_logger
 from hsx_dist.memory.plasma_views import PlasmaViews
-from hsx_dist.observe.logs import configure_logging
+from hsx_dist.observe.logs import configure_logging, redact_records
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.page import Page, Segment
@@ -101,6 +101,7 @@ class WriterActor:
 
     def __init__(self, spec: PoolWriterSpec):
         os.environ.update(spec.environment)
+        redact_records()
         configure_logging(logging.INFO, **spec.tags)
         self._events: queue.SimpleQueue[Event | Counted] = queue.SimpleQueue()
         self._credits = Credits(spec.credit_bytes)

@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"config", "errors", "format", "jobs", "model_parts", "page", "reading"},
     "errors": set(),
     "text": set(),
-    "logger": {"text"},
+    "logger": {"config", "text"},
     "json_limits": set(),
     "page": set(),
     "isa": set(),
@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "saelens": {"layers", "page", "reading"},
     "serving": {"errors", "page", "connector", "reading", "store", "format", "logger", "text", "writers"},
     "speculators": {"errors", "config", "page", "format", "reading", "store"},
-    "observe": {"errors", "model_parts", "page", "config", "store", "format", "reading", "text"},
+    "observe": {"errors", "logger", "model_parts", "page", "config", "store", "format", "reading", "text"},
     "writers": {
         *("errors", "page", "store", "format"),
         *("observe", "memory", "logger", "text", "ray_arguments"),

@@ -1,0 +1,74 @@
+"""Free text without credentials, in time linear in its length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from hsx_dist.config.redaction import MOST, redact_text
+from tests.unit.growth import check_linear
+
+SECRET = "hunter2Not-to-be-seen9"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f'Request: GET http://u:{SECRET}@h:80/x "200 OK"', 'Request: GET http://h:80/x "200 OK"'),
+        (f'GET http://h/x?X-Amz-Signature={SECRET}&n=1 "200', 'GET http://h/x?X-Amz-Signature=(not shown)&n=1 "200'),
+        (f'https://h:443 "GET /x?n=1&sig={SECRET} HTTP/1.1"', 'https://h:443 "GET /x?n=1&sig=(not shown) HTTP/1.1"'),
+        (f"a zip://a::http://u:{SECRET}@h/x.zip ends", "a zip://a::http://h/x.zip ends"),
+        (f"('https://u:{SECRET}@h/x', 3)", "('https://h/x', 3)"),
+        (f"https://u:{SECRET}%40h/x failed", "https://(not shown) failed"),
+        (f"traces to u:{SECRET}@h, retrying", "traces to u:(not shown)@h, retrying"),
+        (f"{{'hf_token': '{SECRET}', 'n': 'm'}}", "{'hf_token': '(not shown)', 'n': 'm'}"),
+        (f"(b'authorization', b'{SECRET}')", "(b'authorization', b'(not shown)')"),
+        (f"<SecretAccessKey>{SECRET}</SecretAccessKey>", "<SecretAccessKey>(not shown)</SecretAccessKey>"),
+        (f"Authorization: Bearer {SECRET} x", "Authorization: Bearer (not shown) x"),
+        (f"AccountKey={SECRET};y", "AccountKey=(not shown);y"),
+        (f"-----BEGIN PRIVATE KEY-----\n{SECRET}\n", "-----BEGIN PRIVATE KEY (not shown)"),
+    ],
+)
+def test_credentials_are_hidden(text: str, shown: str) -> None:
+    assert redact_text(text) == shown
+    assert redact_text(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rank=0 init_method=tcp://127.0.0.1:42000 backend=gloo, num_key_value_heads=8",
+        "('tcp://10.0.0.1:1234', 'http://[::1]:80/x'), [http://h:80], {http://{}:{}} http://h:8000\x1b[39m",
+        "part s3://bucket/data/a@b.hsx?x=1 at 12:30:00, git@github.com:org/x, mail a@b.c",
+        'File "a.py", line 3, in x\n    @property',
+        "s3://b: expected http://h:80/x: as in s3://bucket: ... and http://h:80: no",
+        "basic internationalization of the tokenizer",
+    ],
+)
+def test_other_text_stays(text: str) -> None:
+    assert redact_text(text) == text
+
+
+def test_a_long_text_is_shortened_and_no_half_credential_stays() -> None:
+    for cut in range(MOST // 2 - 40, MOST // 2 + 40):
+        for text in (
+            f"{'x' * (cut - 1)} https://u:{SECRET}@h/x {'y' * MOST}",
+            f"{'x' * MOST} u:{SECRET}@h {'y' * cut}",
+        ):
+            shown = redact_text(text)
+            assert len(shown) <= MOST + 3
+            assert not any(SECRET[i : i + 8] in shown for i in range(len(SECRET) - 7))
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["a:", "http://a:b", "a://", "?a=", "'a':'", "<a>", "Basic 1", "BEGIN PRIVATE KEY", "@", "a::http:/", "\u0301"],
+)
+@pytest.mark.parametrize("head", ["", "http://", "u:"])
+def test_the_time_is_linear(head: str, piece: str) -> None:
+    def make(n: int) -> Callable[[], object]:
+        return partial(redact_text, head + piece * ((n - len(head)) // len(piece)))
+
+    check_linear(make, MOST // 4)

@@ -1,0 +1,185 @@
+"""Log lines of other libraries show no credentials, at the levels of replicas, of writers and of the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hsx_dist
+
+SECRET = "hunter2NotToBeSeen9"
+
+BEGIN = """
+import logging, sys
+from hsx_dist.observe.logs import configure_logging, redact_records
+redact_records()
+redact_records()
+configure_logging(logging.getLevelName(sys.argv[1]), replica="0")
+url = sys.argv[2]
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub that answers requests of a file with a redirect to a signed URL."""
+
+    def do_GET(self) -> None:
+        signed = self.path.startswith("/cdn")
+        self.send_response(200 if signed else 302)
+        if not signed:
+            to = f"http://localhost:{self.server.server_port}/cdn/x?X-Amz-Signature={SECRET}"  # type: ignore[attr-defined]
+            facts = {"Location": to, "X-Repo-Commit": "a" * 40, "X-Linked-Etag": f'"{"b" * 64}"', "X-Linked-Size": "2"}
+            for name, value in facts.items():
+                self.send_header(name, value)
+        self.send_header("Content-Length", "2" if signed else "0")
+        self.end_headers()
+        if signed and self.command == "GET":
+            self.wfile.write(b"{}")
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+
+
+def output(program: str, level: str, url: str = "", **environment: str) -> str:
+    """All output of a process of this package with this ``level`` that runs ``program``."""
+    ended = subprocess.run(
+        [sys.executable, "-c", BEGIN + program, level, url],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stdout
+    return ended.stdout
+
+
+@pytest.mark.parametrize("level", ["INFO", "DEBUG"])
+@pytest.mark.parametrize("user", ["", f"user:{SECRET}@"])
+def test_a_file_of_the_hub_is_loaded_without_its_urls_in_the_log(
+    port: int, tmp_path: Path, level: str, user: str
+) -> None:
+    program = """
+from huggingface_hub import hf_hub_download
+print(open(hf_hub_download("org/model", "tokenizer.json")).read())
+logging.getLogger("huggingface_hub.x").warning("%s thrown while requesting GET %s", ValueError("x"), url)
+"""
+    hub = f"http://{user}127.0.0.1:{port}"
+    shown = output(
+        program, level, f"{hub}/x?sig={SECRET}", HF_ENDPOINT=hub, HF_HOME=str(tmp_path), HF_HUB_DISABLE_XET="1",
+        HF_HUB_OFFLINE="0", NO_PROXY="*",
+    )  # fmt: skip
+    assert SECRET not in shown
+    assert "{}" in shown
+    assert f"thrown while requesting GET http://127.0.0.1:{port}/x?sig=(not shown)" in shown
+    assert "HTTP Request" not in shown
+
+
+def test_a_debugged_command_shows_no_password_of_an_input(port: int) -> None:
+    program = """
+import fsspec
+print(fsspec.open(url).open().read())
+logging.getLogger("hsx_dist.x").debug("a line of this package")
+logging.getLogger("botocore.parsers").debug("a line of another")
+"""
+    shown = output(program, "DEBUG", f"http://user:{SECRET}@127.0.0.1:{port}/cdn/x.jsonl")
+    assert SECRET not in shown
+    assert "b'{}'" in shown
+    assert "a line of this package" in shown
+    assert "a line of another" not in shown
+
+
+def test_every_handler_shows_redacted_messages_and_tracebacks() -> None:
+    program = """
+library = logging.getLogger("library")
+library.addHandler(logging.StreamHandler())
+for log in (library, logging.getLogger("plain")):
+    try:
+        raise ValueError(f"no answer of {url}")
+    except ValueError:
+        log.exception("%s is gone, %d", url, 7)
+"""
+    shown = output(program, "INFO", f"https://u:{SECRET}@h/x")
+    assert SECRET not in shown
+    assert shown.count("https://h/x is gone, 7") == 2
+    assert shown.count("ValueError: no answer of https://h/x") == 2
+
+
+def test_processes_of_the_engine_redact_too() -> None:
+    program = """
+import os, subprocess
+child = "import logging, sys; from hsx_dist.observe.logs import *; redact_like_parent(); logging.error(sys.argv[1])"
+subprocess.run([sys.executable, "-c", child, url], check=True)
+del os.environ["HSX_REDACTS_RECORDS"]
+subprocess.run([sys.executable, "-c", child, url.replace("hunter2", "HUNTER3")], check=True)
+"""
+    shown = output(program, "INFO", f"https://u:{SECRET}@h/x")
+    assert SECRET not in shown
+    assert SECRET.replace("hunter2", "HUNTER3") in shown  # a user's vLLM server: its logging is the user's
+
+
+def test_a_redacted_record_goes_to_another_process() -> None:
+    program = """
+import pickle
+record = logging.getLogger("library").makeRecord("library", 30, "f", 1, "of %s", (url,), None)
+print(pickle.loads(pickle.dumps(record)).getMessage())
+"""
+    assert output(program, "INFO", f"https://u:{SECRET}@h/x") == "of https://h/x\n"
+
+
+def test_vllms_lines_are_shown_from_info_on_without_its_own_configuration() -> None:
+    program = """
+for name in ("vllm.x", "other", "hsx_dist.x"):
+    logging.getLogger(name).info("of %s", name)
+"""
+    shown = output(program, "INFO")
+    assert ("of vllm.x" in shown, "of other" in shown, "of hsx_dist.x" in shown) == (True, False, True)
+
+
+def test_each_process_of_this_package_redacts_its_records() -> None:
+    """The connector's process may be a user's server. There vLLM's plugin decides."""
+    package = Path(hsx_dist.__file__).parent
+    sources = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
+    configured = {name for name, text in sources.items() if re.search(r"^ +configure_logging\(", text, re.MULTILINE)}
+    redacted = {name for name, text in sources.items() if re.search(r"^ +redact_records\(", text, re.MULTILINE)}
+    assert configured - redacted == {"connector/connector.py"}
+    assert redacted - configured == {"observe/logs.py", "transport/writer_process.py"}
+
+
+@pytest.mark.parametrize("error", ["HsxError", "ValueError"])
+def test_the_error_that_ends_a_command_is_redacted(error: str) -> None:
+    program = f"""
+import os, typer
+from hsx_dist.cli.exit_codes import run_app
+from hsx_dist.errors import HsxError
+os.environ["HSX_DEBUG"] = "1"
+app = typer.Typer()
+@app.command()
+def fail() -> None:
+    raise {error}(f"no answer of {{url}}")
+try:
+    run_app(app, [], "hsx")
+except SystemExit:
+    pass
+"""
+    shown = output(program, "INFO", f"https://u:{SECRET}@h/x")
+    assert SECRET not in shown
+    assert f"{error}: no answer of https://h/x" in shown
