@@ -16,15 +16,14 @@ from typing import Any, Literal
 from pydantic import SecretStr
 
 from hsx_dist.errors import EngineError, InputError
+from hsx_dist.fleet.same_model import load_same_tokenizer, require_dtype, require_files
 from hsx_dist.fleet.tasks import EngineSpec, Task, TaskResult
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.inputs.encode import Encoded, RowEncoder, TooLong, load_tokenizer
+from hsx_dist.inputs.encode import Encoded, RowEncoder, TooLong
 from hsx_dist.inputs.rows import Row
 from hsx_dist.logger import get_logger
-from hsx_dist.models.weights import folder_weights
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.taps.capture_config import additional_config
-from hsx_dist.tokenizers import template_hash, tokenizer_hash
 from hsx_dist.transport.local_end import LocalEnd, register, unregister
 from hsx_dist.transport.page_server import PageServer
 from hsx_dist.transport.shipping import Shipped
@@ -222,15 +221,15 @@ class Replica:
             self._sampling_params({})
         except (TypeError, ValueError, VLLMValidationError) as e:
             raise EngineError(f"sampling_params: expected arguments of vLLM's SamplingParams, got {e}") from e
-        tokenizer = _same_files(spec)
+        tokenizer = load_same_tokenizer(spec)
         key = self._server.key if self._server is not None else None
         llm = LLM(**engine_arguments(spec, self._transport, self._address, self._name, authkey=key))
         self._engine = llm.llm_engine
-        _require_files(spec)  # again: a trainer may have written a checkpoint while vLLM loaded
+        require_files(spec)  # again: a trainer may have written a checkpoint while vLLM loaded
         if self._core_here and not self._in_process:
             # vLLM names these actors, with a random id that cannot be set.
             log.info("its ranks' actors are vllm_Worker_%s_TP0, …", self._engine.vllm_config.instance_id)
-        _require_dtype(spec, llm.model_config.dtype)
+        require_dtype(spec, llm.model_config.dtype)
         # The engine's limit: the model's configuration alone does not determine it.
         longest = min(spec.max_tokens, llm.model_config.max_model_len - 1)
         if longest < spec.max_tokens and str(spec.engine_kwargs.get("max_model_len")) in ("-1", "auto"):
@@ -345,40 +344,6 @@ class Replica:
             unanswered, self._unanswered = self._unanswered, {}
         for running in unanswered.values():
             running.future.set_exception(self._died())
-
-
-def _same_files(spec: EngineSpec) -> Any:
-    """Load the tokenizer. Raises ``EngineError`` unless the model's files here are those on the driver's machine."""
-    _require_files(spec)
-    tokenizer = load_tokenizer(spec.model, revision=spec.revision, engine_kwargs=spec.engine_kwargs)
-    if spec.tokenizer not in (None, (tokenizer_hash(tokenizer), template_hash(tokenizer))):
-        raise EngineError(
-            f"model: expected the driver's tokenizer and chat template of {spec.model} on {os.uname().nodename}, got "
-            "others. Copy one version of the model to all nodes"
-        )
-    return tokenizer
-
-
-def _require_files(spec: EngineSpec) -> None:
-    """Raise ``EngineError`` unless the model's folders here have the files of the driver's machine."""
-    for folder, expected in spec.files.items():
-        if (found := folder_weights(folder)) != expected:
-            raise EngineError(
-                f"model: expected the files of the driver's {folder} on {os.uname().nodename}, got "
-                f"{'no folder' if found is None else 'other files'}. Copy one version of the model to all nodes"
-            )
-
-
-def _require_dtype(spec: EngineSpec, dtype: Any) -> None:
-    """Raise ``EngineError`` unless the engine computes in the run's dtype.
-
-    With ``dtype="auto"`` vLLM's choice depends on the device: an older GPU gets float16 for a bfloat16 checkpoint."""
-    found = str(dtype).removeprefix("torch.")
-    if spec.dtype not in (None, found):
-        raise EngineError(
-            f"engine_kwargs.dtype: expected states in {spec.dtype} on every node, got an engine that computes in "
-            f"{found} on {os.uname().nodename}. Set engine_kwargs.dtype, and choose a new output if the run has samples"
-        )
 
 
 def row_seed(run: str, key: str) -> int:
