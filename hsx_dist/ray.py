@@ -6,7 +6,6 @@ Every node needs this package's extra ``ray-data``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from hsx_dist.config import absolute_path
 from hsx_dist.errors import ConfigError
 from hsx_dist.exporting import ExportOptions, ExportReport, export_run
 from hsx_dist.exporting.export import exporter_of
+from hsx_dist.lazy import cached_property
 from hsx_dist.ray_arguments import sendable
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.column import StoredPoint

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from hsx_dist.format.description import (
 )
 from hsx_dist.format.header import build_header
 from hsx_dist.format.loss import Squares, combine, measure
+from hsx_dist.lazy import cached_property
 from hsx_dist.page import CARRIER, Page, Segment
 from hsx_dist.store.base import Buffer
 

@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from hsx_dist.format.codecs.base import itemsize
 from hsx_dist.format.description_text import parse_description
 from hsx_dist.format.json_objects import check_depth, number, shown
 from hsx_dist.format.loss import Loss
+from hsx_dist.lazy import cached_property
 from hsx_dist.page import CARRIER, FLOATS, HIDDEN_STATES, Segment
 
 #: Version of the layout. A change that an old reader would misread gets a new number; a new key in the description

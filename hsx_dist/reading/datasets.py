@@ -11,11 +11,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleConsumed
 from hsx_dist.format.manifest import SampleRecord
+from hsx_dist.lazy import cached_property
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.follow import FOLLOWED_MEMBERS, Follower, Iteration, has_position, require_followable

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from hsx_dist.errors import ConfigError, SampleNotFound
@@ -15,6 +15,7 @@ from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SampleRecord
 from hsx_dist.format.manifest_reader import ManifestReader
 from hsx_dist.format.place import Place, open_place
 from hsx_dist.format.runs import load_manifest
+from hsx_dist.lazy import cached_property
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.index import Index
