@@ -29,7 +29,7 @@ from hsx_dist.store.base import (
     not_conditional,
 )
 from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
-from hsx_dist.store.pages import Advance, next_page
+from hsx_dist.store.pages import in_order, next_page, put_in_order
 
 T = TypeVar("T")
 
@@ -279,25 +279,21 @@ class FsspecStore:
         root = f"{root}/" if root else ""
         page: dict[str, Any] = {"Bucket": bucket, "Prefix": root + prefix}
         self._call("list", prefix, lambda: self._fs.connect(**self._limit()))
-        if not self._sorts():
-            yield from sorted(self._pages(page, root, prefix), key=lambda info: info.name)
-            return
-        if after is not None:
+        where, sorts = f"list {self.url}/{prefix}", self._sorts()
+        if sorts and after is not None:
             page["StartAfter"] = root + after
-        yield from self._pages(page, root, prefix)
+        yield from (in_order if sorts else put_in_order)(self._pages(page, root, prefix, where), where)
 
     def _sorts(self) -> bool:
         """Whether listings are sorted by name. AWS documents it; SeaweedFS lists by folder, "a/b" before "a-b"."""
         host = urlsplit(self._fs.s3.meta.endpoint_url).hostname or ""
         return host.endswith((".amazonaws.com", ".amazonaws.com.cn")) and not self._bucket.endswith("--x-s3")
 
-    def _pages(self, page: dict[str, Any], root: str, prefix: str) -> Iterator[ObjectInfo]:
-        where = f"list {self.url}/{prefix}"
-        advance, token = Advance(where), None
+    def _pages(self, page: dict[str, Any], root: str, prefix: str, where: str) -> Iterator[ObjectInfo]:
+        token = None
         while True:
             answer = self._call("list", prefix, lambda: self._fs.call_s3("list_objects_v2", **page, **self._limit()))
             for entry in answer.get("Contents", ()):
-                advance.see(entry["Key"])
                 if not entry["Key"].endswith("/"):  # a console's folder marker
                     yield ObjectInfo(entry["Key"][len(root) :], int(entry["Size"]))
             token = next_page(answer, token, where)

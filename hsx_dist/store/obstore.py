@@ -30,7 +30,7 @@ from hsx_dist.store.faults import Redactor, expired, past_the_end, redirected, t
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.obstore_connection import Connection, NotTranslated
 from hsx_dist.store.obstore_options import connect
-from hsx_dist.store.pages import Advance, next_page
+from hsx_dist.store.pages import in_order, next_page, put_in_order
 
 T = TypeVar("T")
 
@@ -140,10 +140,8 @@ class ObstoreStore:
         return ObjectInfo(name, int(found["size"]))
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
-        found = self._entries(prefix, after)
-        if not self._connection.sorts:
-            found = iter(sorted(found, key=lambda info: info.name))
-        for info in found:
+        where = f"list {self.url}/{prefix}"
+        for info in (in_order if self._connection.sorts else put_in_order)(self._entries(prefix, after), where):
             if info.name.startswith(prefix) and (after is None or info.name > after):
                 yield info
 
@@ -240,7 +238,6 @@ class ObstoreStore:
         stream = self._call(
             "list", prefix, lambda obs, client: obs.list(client, prefix=folder or None, offset=offset), nbytes=None
         )
-        advance = Advance(f"list {self.url}/{prefix}")
         while True:
             # One call per page, so that the error of any page is translated.
             page = self._call("list", prefix, lambda *_: next(stream, None))
@@ -250,7 +247,6 @@ class ObstoreStore:
                 self._check_pages(prefix, folder)
             for entry in page:
                 path = str(entry["path"])
-                advance.see(path)
                 if path.startswith(self._root) and not path.endswith("/"):
                     yield ObjectInfo(path[len(self._root) :], int(entry["size"]))
 

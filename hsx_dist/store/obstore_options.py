@@ -134,4 +134,4 @@ def _azure(bucket: str, options: Mapping[str, Any]) -> Connection:
             retry_config=retry_config,  # type: ignore[arg-type]
         )
 
-    return Connection(make=make, renewable=False, sorts=True)
+    return Connection(make=make, renewable=False)

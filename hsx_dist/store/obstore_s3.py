@@ -171,7 +171,7 @@ def s3_connection(bucket: str, options: Mapping[str, Any], region: str | None) -
         tags=dict(parse_qsl(str(given.put["Tagging"]))) if given.put.get("Tagging") else None,
         max_retries=max(int(attempts) - 1, 0),
         # AWS documents sorted listings; SeaweedFS lists by folder, "a/b" before "a-b".
-        sorts=_of_aws(client),
+        sorts=_of_aws(client) and not bucket.endswith("--x-s3"),  # directory buckets list in any order
         region=partial(_true_region, client, bucket, config["region"]),
         first_page=partial(_first_page, client, bucket, bool(options.get("requester_pays"))),
     )

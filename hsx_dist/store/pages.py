@@ -1,36 +1,46 @@
-"""Checks of a listing's pages: a store must say how each page continues, and its listing must end."""
+"""Checks of a listing's pages: a store must say how each page continues, and must name each object once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hsx_dist.errors import StoreError
+from hsx_dist.store.base import ObjectInfo
 
 
-class Advance:
-    """Notices a listing that repeats itself, for example because the store ignores the continuation token.
+def in_order(found: Iterable[ObjectInfo], where: str) -> Iterator[ObjectInfo]:
+    """Yield the objects of a store that lists them by name.
 
-    Keeps one name only: the first, then the second, the fourth, the eighth and so on. In a listing that repeats itself
-    for ever, the kept name comes again (Brent's algorithm).
+    Raises:
+        StoreError: a name is not after the one before it. The store repeated a page, perhaps in place of another.
     """
+    last = None
+    for info in found:
+        if last is not None and info.name <= last:
+            raise _repeated(info, where)
+        last = info.name
+        yield info
 
-    def __init__(self, where: str):
-        """``where``: begins the error's message."""
-        self._where = where
-        self._kept: str | None = None
-        self._count = 0
 
-    def see(self, name: str) -> None:
-        """Take the listing's next name. Raises StoreError if it is the kept one."""
-        if name == self._kept:
-            raise StoreError(
-                f"{self._where}: expected each name once, got {name} again: the store repeats a page, and the listing "
-                "would not end. Use another store"
-            )
-        self._count += 1
-        if self._count.bit_count() == 1:  # a power of two
-            self._kept = name
+def put_in_order(found: Iterable[ObjectInfo], where: str) -> list[ObjectInfo]:
+    """Return the objects of a store that lists them in any order, by name.
+
+    Raises:
+        StoreError: as ``in_order``, at the first name that comes again: the listing might not end.
+    """
+    by_name: dict[str, ObjectInfo] = {}
+    for info in found:
+        if by_name.setdefault(info.name, info) is not info:
+            raise _repeated(info, where)
+    return [by_name[name] for name in sorted(by_name)]
+
+
+def _repeated(info: ObjectInfo, where: str) -> StoreError:
+    return StoreError(
+        f"{where}: expected each name once, got {info.name} again or late: the store repeats a page, and objects may "
+        "be missing. Use another store"
+    )
 
 
 def next_page(answer: Mapping[str, Any], token: str | None, where: str) -> str | None:
