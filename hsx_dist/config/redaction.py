@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from urllib.parse import unquote
 
 from hsx_dist.config.secrets import HIDDEN, breaks_the_rule, links_of, looks_secret, public_link
@@ -15,13 +16,24 @@ MOST = 1 << 16
 _WORD = re.compile(r"\S+")
 #: ``scheme://`` and the text to the first quote, bracket or control character. A bracket may surround an IPv6 address.
 _BARE = re.compile(r"[^:]*://(\[[0-9A-Fa-f:.%]*\])?[^'\"<>()\[\]{},;`|\0-\x1f]*")
-_PARAMETER = re.compile(r"([?&;#])([^=&;#?\s]+)=(?!\(not)[^&\s'\"<>]+")
-#: ``'name': 'value'``, as in settings and headers, and ``<name>value<`` of XML.
-_QUOTED = re.compile(r"(['\"])([\w.-]{1,100})\1(\s?[:,=]\s?[bu]?)(['\"])(?!\(not)[^'\"]+")
-_ELEMENT = re.compile(r"<([\w.-]{1,100})>(?!\(not)[^<]+")
+#: ``USER:PASSWORD@HOST`` may be in one word with a link, behind a comma.
+_ADDRESS = re.compile(r"[^\s,'\"]+")
+#: A parameter's name, up to its value. JSON of some languages has the code of ``&``.
+_PARAMETER = re.compile(r"(?:[?&;#]|\\u0026)([^=&;#?\s\\]{1,200})=")
+_PARAMETER_ENDS = re.compile(r"[&\s'\"<>]|\\u0026|\Z")
+#: A name and a quoted value, or a list of them: ``'name': 'value'``, ``"name": ["value"]``, ``name='value'``,
+#: ``('name', 'value')``. The quotes of JSON within JSON have backslashes.
+_SETTING = re.compile(
+    r"(?<![\w.-])([\w.-]{1,100})(?:(?:\\*['\"])?\s{0,40}[:=]|\\*['\"]\s{0,40}(,))\s{0,40}([\[({]\s{0,40})?[bu]?(\\*['\"])"
+)
+_NEXT_VALUE = re.compile(r"\s{0,40},\s{0,40}[bu]?(\\*['\"])")
+_IS_NAME = re.compile(r"\\*['\"]\s{0,40}[:=]")
+_ELEMENT = re.compile(r"<([\w.:-]{1,100})(\s[^<>]{0,200})?>(?!\(not)[^<]+")
 _TOKEN = re.compile(r"\b(bearer|basic)\s{1,4}(?=[^\s'\"]*\d)[^\s'\"]{16,}", re.IGNORECASE)
 _KEY = re.compile(r"\b(accountkey|accesskey|accesssignature)=(?!\(not)[^;\s'\"]+", re.IGNORECASE)
 _PRIVATE_KEY = re.compile(r"(BEGIN [A-Z ]{0,20}PRIVATE KEY)(?! \(not).*?(END [A-Z ]{0,20}PRIVATE KEY|\Z)", re.DOTALL)
+#: Words that are left out on both sides of a cut: a name must not be separated from its value.
+_WORDS_AT_CUT = 6
 
 
 def redact_text(text: str) -> str:
@@ -34,31 +46,87 @@ def redact_text(text: str) -> str:
     'GET https://host/x?X-Amz-Signature=(not shown)&n=1 failed'
     """
     if len(text) > MOST:
-        # Without the words at the cut: half a credential would not be recognised.
-        head, _, _ = text[: MOST // 2].rpartition(" ")
-        _, _, tail = text[-MOST // 2 :].partition(" ")
+        head = " ".join(text[: MOST // 2].split(" ")[:-_WORDS_AT_CUT])
+        tail = " ".join(text[-MOST // 2 :].split(" ")[_WORDS_AT_CUT:])
         text = f"{head} … {tail}"
     text = _PRIVATE_KEY.sub(rf"\1 {HIDDEN}", text)
-    text = _WORD.sub(lambda found: _word(found[0]), text)
-    text = _PARAMETER.sub(lambda found: _named(found, found[2], f"{found[1]}{found[2]}={HIDDEN}"), text)
-    text = _QUOTED.sub(
-        lambda found: _named(found, found[2], f"{found[1]}{found[2]}{found[1]}{found[3]}{found[4]}{HIDDEN}"), text
+    text = _WORD.sub(lambda found: _links(found[0]), text)
+    text = _ADDRESS.sub(lambda found: _address(found[0]), text)
+    text = _without(text, _parameters(text))
+    text = _without(text, _settings(text))
+    text = _ELEMENT.sub(
+        lambda found: f"<{found[1]}{found[2] or ''}>{HIDDEN}" if looks_secret(found[1]) else found[0], text
     )
-    text = _ELEMENT.sub(lambda found: _named(found, found[1], f"<{found[1]}>{HIDDEN}"), text)
     return _KEY.sub(rf"\1={HIDDEN}", _TOKEN.sub(rf"\1 {HIDDEN}", text))
 
 
-def _named(found: re.Match[str], name: str, hidden: str) -> str:
-    return hidden if looks_secret(unquote(name)) else found[0]
+def _without(text: str, values: Iterable[tuple[int, int]]) -> str:
+    """Return ``text`` with ``HIDDEN`` in place of ``values``: beginnings and ends, in order."""
+    pieces, at = [], 0
+    for start, end in values:
+        pieces += [text[at:start], HIDDEN]
+        at = end
+    return "".join(pieces) + text[at:]
 
 
-def _word(word: str) -> str:
+def _parameters(text: str) -> Iterator[tuple[int, int]]:
+    """The values of secret parameters. A harmless parameter's value may have further parameters in it."""
+    at = 0
+    while found := _PARAMETER.search(text, at):
+        at = found.end()
+        if looks_secret(unquote(found[1])) and not text.startswith(HIDDEN, at):
+            end = _PARAMETER_ENDS.search(text, at)
+            start, at = at, end.start() if end is not None else len(text)
+            if at > start:
+                yield start, at
+        else:
+            at -= 1  # ``=`` may be followed by ``?name=``
+
+
+def _settings(text: str) -> Iterator[tuple[int, int]]:
+    """The values of secret settings."""
+    at = 0
+    while found := _SETTING.search(text, at):
+        if not looks_secret(found[1]):
+            at = found.end(1)  # the quoted value may be the name of the next setting
+            continue
+        quote, at = found[4], found.end()
+        while True:
+            end = _closing(text, quote, at)
+            if found[2] and _IS_NAME.match(text, end):  # the next setting, and no pair of a name and a value
+                at = min(at, end)
+                break
+            if end > at and not text.startswith(HIDDEN, at):
+                yield at, end
+            at = min(end + len(quote), len(text))
+            following = _NEXT_VALUE.match(text, at) if found[3] else None
+            if following is None:
+                break
+            quote, at = following[1], following.end()
+
+
+def _closing(text: str, quote: str, at: int) -> int:
+    """Where the quote that closes a value begins: it has as many backslashes as the opening one."""
+    while (end := text.find(quote, at)) >= 0:
+        if text[end - 1] != "\\" or end == at:
+            return end
+        at = end + len(quote)
+    return len(text)
+
+
+def _links(word: str) -> str:
     if "://" in word and (found := links_of(word)):
         return word[: word.index(found[0])] + "".join(map(_link, found))
+    return word
+
+
+def _address(word: str) -> str:
+    if "://" in word:
+        return word
     before, at, host = word.rpartition("@")
     user, colon, password = before.partition(":")
     # gRPC names an endpoint without its scheme.
-    return f"{user}:{HIDDEN}@{host}" if at and colon and password else word
+    return f"{user}:{HIDDEN}@{host}" if at and colon and password and not password.startswith("(not") else word
 
 
 def _link(link: str) -> str:

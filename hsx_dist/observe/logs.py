@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -52,7 +53,8 @@ class Structured(logging.Formatter):
 
 
 class NotSoOften(logging.Filter):
-    """Passes a message ``OFTEN`` times in ``WINDOW_S``, and counts the rest. Messages differ by their unformatted text.
+    """Passes a message ``OFTEN`` times in ``WINDOW_S``, and counts the rest. Messages differ by the beginning of their
+    unformatted text.
 
     The first line of the next window has the number of suppressed lines.
     """
@@ -61,10 +63,10 @@ class NotSoOften(logging.Filter):
         super().__init__()
         self._clock = clock
         self._lock = threading.Lock()
-        self._seen: dict[tuple[str, str], tuple[float, int]] = {}
+        self._seen: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        kind = record.name, str(record.msg)
+        kind = record.name, str(record.msg)[:200]
         with self._lock:
             now = self._clock()
             since, count = self._seen.get(kind, (now, 0))
@@ -73,8 +75,9 @@ class NotSoOften(logging.Filter):
                     record.suppressed = f" (and {count - OFTEN} similar lines were left out)"
                 since, count = now, 0
             self._seen[kind] = since, count + 1
+            self._seen.move_to_end(kind)
             if len(self._seen) > 1000:  # texts that the caller formatted all differ
-                self._seen = {k: v for k, v in self._seen.items() if now - v[0] < WINDOW_S}
+                self._seen.popitem(last=False)
         return count < OFTEN
 
 

@@ -26,6 +26,29 @@ SECRET = "hunter2Not-to-be-seen9"
         (f"{{'hf_token': '{SECRET}', 'n': 'm'}}", "{'hf_token': '(not shown)', 'n': 'm'}"),
         (f"(b'authorization', b'{SECRET}')", "(b'authorization', b'(not shown)')"),
         (f"<SecretAccessKey>{SECRET}</SecretAccessKey>", "<SecretAccessKey>(not shown)</SecretAccessKey>"),
+        (f"/x?page=1;token={SECRET}&n=1", "/x?page=1;token=(not shown)&n=1"),
+        (f"/x?url=https://b.h/x?X-Amz-Signature={SECRET}", "/x?url=https://b.h/x?X-Amz-Signature=(not shown)"),
+        (
+            f"h?a=1#access_token={SECRET} h?a=1\\u0026sig={SECRET}",
+            "h?a=1#access_token=(not shown) h?a=1\\u0026sig=(not shown)",
+        ),
+        (f"jdbc:sqlserver://h;user=a;password={SECRET}", "jdbc:sqlserver://h;user=a;password=(not shown)"),
+        (f"""{{'password': "it's{SECRET}", 'n': 1}}""", """{'password': "(not shown)", 'n': 1}"""),
+        (f'{{"password": "a\\"{SECRET}"}}', '{"password": "(not shown)"}'),
+        (f'{{"b": "{{\\"password\\": \\"{SECRET}\\"}}"}}', '{"b": "{\\"password\\": \\"(not shown)\\"}"}'),
+        (f"['curl', '--password', '{SECRET}']", "['curl', '--password', '(not shown)']"),
+        (f"{{'Authorization': ['{SECRET}', '{SECRET}']}}", "{'Authorization': ['(not shown)', '(not shown)']}"),
+        (f"'password':\n    '{SECRET}'", "'password':\n    '(not shown)'"),
+        (f"connect(host='h', password='{SECRET}')", "connect(host='h', password='(not shown)')"),
+        (f"'n': 'password', 'password': '{SECRET}'", "'n': 'password', 'password': '(not shown)'"),
+        (
+            f"<n:SecretAccessKey a='b'>{SECRET}</n:SecretAccessKey>",
+            "<n:SecretAccessKey a='b'>(not shown)</n:SecretAccessKey>",
+        ),
+        (
+            f"u:{SECRET}@h,https://ok/ https://ok/,u:{SECRET}@h",
+            "u:(not shown)@h,https://ok/ https://ok/,u:(not shown)@h",
+        ),
         (f"Authorization: Bearer {SECRET} x", "Authorization: Bearer (not shown) x"),
         (f"AccountKey={SECRET};y", "AccountKey=(not shown);y"),
         (f"-----BEGIN PRIVATE KEY-----\n{SECRET}\n", "-----BEGIN PRIVATE KEY (not shown)"),
@@ -56,6 +79,8 @@ def test_a_long_text_is_shortened_and_no_half_credential_stays() -> None:
         for text in (
             f"{'x' * (cut - 1)} https://u:{SECRET}@h/x {'y' * MOST}",
             f"{'x' * MOST} u:{SECRET}@h {'y' * cut}",
+            f"{'x' * MOST} 'password': '{SECRET}' {'y ' * (cut // 2)}",
+            f"{'x' * MOST} Authorization: Bearer {SECRET} {'y ' * (cut // 2)}",
         ):
             shown = redact_text(text)
             assert len(shown) <= MOST + 3
@@ -64,7 +89,22 @@ def test_a_long_text_is_shortened_and_no_half_credential_stays() -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    ["a:", "http://a:b", "a://", "?a=", "'a':'", "<a>", "Basic 1", "BEGIN PRIVATE KEY", "@", "a::http:/", "\u0301"],
+    [
+        *(
+            "a:",
+            "http://a:b",
+            "a://",
+            "?a=",
+            "'a':'",
+            "<a>",
+            "Basic 1",
+            "BEGIN PRIVATE KEY",
+            "@",
+            "a::http:/",
+            "\u0301",
+        ),
+        *("'a':['b',", "'key':['b',", "'key',", "?key=?", "?a=?", "a='", "key='", "\\'key':\\'", "key=[", "\\"),
+    ],
 )
 @pytest.mark.parametrize("head", ["", "http://", "u:"])
 def test_the_time_is_linear(head: str, piece: str) -> None:
