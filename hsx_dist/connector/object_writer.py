@@ -359,9 +359,9 @@ def _tokenizer_sha256(model: Any) -> str | None:
         return None
 
 
-def _revision(model: Any) -> dict[str, Any]:
+def _revision(model: Any, load_format: str) -> dict[str, Any]:
     """Return what identifies the weights of vLLM's ``ModelConfig``: the hash of a folder, or the hub's commit."""
-    if (weights := folder_weights(model.model)) is not None:
+    if (weights := folder_weights(model.model, load_format)) is not None:
         return {"revision": model.revision, "weights": weights}
     return {"revision": hub_commit(model.model, model.revision) or model.revision}
 
@@ -380,7 +380,7 @@ def store_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> StoreOut
     model = vllm_config.model_config
     about = {
         "model": model.model,
-        **_revision(model),
+        **_revision(model, str(vllm_config.load_config.load_format)),
         "tokenizer_sha256": _tokenizer_sha256(model),
         "num_hidden_layers": getattr(model.hf_text_config, "num_hidden_layers", None),
         "norm": "pre",

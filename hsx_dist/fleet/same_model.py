@@ -27,7 +27,8 @@ def load_same_tokenizer(spec: EngineSpec) -> Any:
 def require_files(spec: EngineSpec) -> None:
     """Raise ``EngineError`` unless the model's folders here have the files of the driver's machine."""
     for folder, expected in spec.files.items():
-        if (found := folder_weights(folder)) != expected:
+        load_format = spec.engine_kwargs.get("load_format", "auto") if folder == spec.model else "auto"
+        if (found := folder_weights(folder, load_format)) != expected:
             raise EngineError(
                 f"model: expected the files of the driver's {folder} on {os.uname().nodename}, got "
                 f"{'no folder' if found is None else 'other files'}. Copy one version of the model to all nodes"

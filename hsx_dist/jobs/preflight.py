@@ -188,6 +188,7 @@ def examine_model(config: ExtractConfig) -> Model:
     rows = captured_rows(config, text, dtype)
     limit = whole_number(config, "max_model_len", text.max_position_embeddings)
     tokenizer = load_tokenizer(path, revision=config.revision, engine_kwargs=config.engine_kwargs)
+    load_format = config.engine_kwargs.get("load_format", "auto")
     model = Model(
         path=path,
         rows=rows,
@@ -198,7 +199,11 @@ def examine_model(config: ExtractConfig) -> Model:
         max_tokens=limit - 1,  # vLLM refuses a prompt of max_model_len: there would be no room for an answer
         tokenizer_sha256=tokenizer_hash(tokenizer),
         chat_template_sha256=template_hash(tokenizer),
-        files={p: found for p in (path, *argument_folders(config).values()) if (found := folder_weights(p))},
+        files={
+            folder: found
+            for folder in (path, *argument_folders(config).values())
+            if (found := folder_weights(folder, load_format if folder == path else "auto"))
+        },
     )
     ranks = whole_number(config, "tensor_parallel_size", 1)
     block = whole_number(config, "block_size", BLOCK_TOKENS) * column_bytes(rows, ranks)

@@ -15,16 +15,22 @@ _FILE = re.compile(
     r"|((hf_)?quant_|quantize_|generation_|tokenizer_|([a-z]+_)*(pre)?processor_)?config\.json"
     r"|(params|special_tokens_map|added_tokens)\.json"
 )
-#: Pickled weights, which vLLM loads if there are no others, without a trainer's state.
-_PICKLED = re.compile(r"(?!optimizer|scheduler|rng_state|training_args|scaler).*\.(bin|pt|pth)")
+#: Other weights, without a trainer's state. vLLM loads pickled ones if there are no safetensors.
+_OTHER = re.compile(r"(?!optimizer|scheduler|rng_state|training_args|scaler).*\.(bin|pt|pth)")
+#: ``load_format`` of vLLM with which other weights are not loaded if there are safetensors.
+_SAFETENSORS = frozenset(
+    ["auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state", "dummy"]
+)
 _BLOCK, _BLOCKS = 4096, 64
 
 
-def folder_weights(model: str) -> str | None:
+def folder_weights(model: str, load_format: object = "auto") -> str | None:
     """Hash the configurations, the code and a sample of the weights in a model's folder, without its subfolders.
 
     Of each file, the hash has the name, the size and 64 blocks of 4 KiB at equal distances. Another
     checkpoint of a training differs there. Weights that differ in a single tensor may have the same hash.
+
+    ``load_format``: vLLM's. It decides whether pickled weights next to safetensors are loaded.
 
     Returns:
         64 hex digits, or None if ``model`` is no folder.
@@ -38,9 +44,11 @@ def folder_weights(model: str) -> str | None:
     digest = hashlib.sha256()
     try:
         paths = sorted(path for path in folder.iterdir() if path.is_file())
-        pickled = not any(path.suffix == ".safetensors" for path in paths)
+        others = str(load_format).lower() not in _SAFETENSORS or not any(
+            path.suffix == ".safetensors" for path in paths
+        )
         for path in paths:
-            if _FILE.fullmatch(path.name) or (pickled and _PICKLED.fullmatch(path.name)):
+            if _FILE.fullmatch(path.name) or (others and _OTHER.fullmatch(path.name)):
                 with path.open("rb") as f:
                     size = f.seek(0, os.SEEK_END)
                     digest.update(f"{path.name!a} {size}\n".encode())

@@ -16,6 +16,7 @@ from hsx_dist.config.engine_arguments import SPEED_ONLY
 from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.errors import ConfigError, EngineError, RunMismatch
 from hsx_dist.fleet.replica import Replica
+from hsx_dist.fleet.same_model import require_files
 from hsx_dist.format.identity import is_of_another
 from hsx_dist.format.place import start_run
 from hsx_dist.jobs import preflight
@@ -355,6 +356,23 @@ def test_the_hash_of_a_folder_is_of_configuration_code_and_weights(
     monkeypatch.setattr(Path, "open", lambda *_, **__: open("/nowhere", "rb"))  # noqa: PTH123, SIM115
     with pytest.raises(ConfigError, match="expected a readable file of the model"):
         folder_weights(str(tmp_path))
+
+
+@pytest.mark.parametrize(("load_format", "file"), [("pt", "model.pt"), ("npcache", "pytorch_model.bin")])
+def test_weights_that_vllm_loads_next_to_safetensors_are_compared(tmp_path: Path, load_format: str, file: str) -> None:
+    model, store = tiny_llama(tmp_path / "model"), MemoryStore()
+    (model / file).write_bytes(b"one")
+    pickled, plain = config(model, engine_kwargs={"load_format": load_format}), config(model)
+    resume(store, pickled)
+    resume(other := MemoryStore(), plain)
+    spec = engine_spec(pickled, examine_model(pickled))
+    require_files(spec)
+    (model / file).write_bytes(b"two")
+    with pytest.raises(RunMismatch, match="weights="):
+        resume(store, pickled)
+    with pytest.raises(EngineError, match="expected the files of the driver's"):
+        require_files(spec)
+    resume(other, plain)
 
 
 @pytest.mark.parametrize(
