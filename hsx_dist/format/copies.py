@@ -62,13 +62,13 @@ class _Attempt:
     def __init__(self, place_of: PlaceOf, end_of: EndOf) -> None:
         self._place_of, self._end_of = place_of, end_of
         #: By identity and column; then by state: the place with the lowest part name.
-        self._chosen: dict[tuple[Identity, int], dict[int, int]] = {}
+        self._chosen: dict[tuple[Identity, int], dict[bytes, int]] = {}
         #: The same for states whose segments have different ends: all places, by end.
-        self._cuts: dict[tuple[Identity, int], dict[int, dict[int, int]]] = {}
+        self._cuts: dict[tuple[Identity, int], dict[bytes, dict[int, int]]] = {}
         #: By identity and column: the number of consecutive segments from the first token on, and their end.
         self._ends: dict[tuple[Identity, int], tuple[int, int]] = {}
         #: By identity and column with different cuts: all states to which segments lead from the first token.
-        self._reached: dict[tuple[Identity, int], set[int]] = {}
+        self._reached: dict[tuple[Identity, int], set[bytes]] = {}
         #: By identity: the columns whose segments cover all tokens.
         self._covered: dict[Identity, set[int]] = {}
         #: Whether two segments of the same place differ in their tokens.
@@ -81,7 +81,7 @@ class _Attempt:
 
     def add(self, place: int, identity: Identity, column: int, index: int, start: int) -> None:
         chosen = self._chosen.setdefault((identity, column), {})
-        state = index << _START_BITS | start
+        state = _state(index, start)
         first = chosen.setdefault(state, place)
         if first != place:
             self._add_another(place, identity, column, state)
@@ -89,12 +89,12 @@ class _Attempt:
             self._follow(identity, column, state, place)
         else:
             count, end = self._ends.get((identity, column), (0, 0))
-            while (following := chosen.get(count << _START_BITS | end)) is not None:
+            while (following := chosen.get(_state(count, end))) is not None:
                 count, end = count + 1, self._end_of(following)[0]
             self._ends[identity, column] = count, end
         self._cover(identity, column)
 
-    def _add_another(self, place: int, identity: Identity, column: int, state: int) -> None:
+    def _add_another(self, place: int, identity: Identity, column: int, state: bytes) -> None:
         """Add a segment whose state another segment has."""
         chosen = self._chosen[identity, column]
         first, (end, tokens) = chosen[state], self._end_of(place)
@@ -113,24 +113,25 @@ class _Attempt:
             self._cuts.setdefault((identity, column), {})[state] = cuts
             if (identity, column) not in self._reached:
                 self._reached[identity, column] = set()
-                self._reach(identity, column, 0)
+                self._reach(identity, column, _FIRST)
 
-    def _follow(self, identity: Identity, column: int, state: int, place: int) -> None:
+    def _follow(self, identity: Identity, column: int, state: bytes, place: int) -> None:
         if state in self._reached[identity, column]:
             self._reach(identity, column, _next(state, self._end_of(place)[0]))
 
-    def _reach(self, identity: Identity, column: int, state: int) -> None:
+    def _reach(self, identity: Identity, column: int, state: bytes) -> None:
         """Add a state to the reached ones, and all states to which segments lead from it. Each is visited once."""
         reached, todo = self._reached[identity, column], [state]
         while todo:
             state = todo.pop()
             if state not in reached:
                 reached.add(state)
-                if _start(state) == identity[0]:
-                    self._ends[identity, column] = state >> _START_BITS, identity[0]
+                index, start = _index_and_start(state)
+                if start == identity[0]:
+                    self._ends[identity, column] = index, start
                 todo += [_next(state, self._end_of(place)[0]) for place in self._places(identity, column, state)]
 
-    def _places(self, identity: Identity, column: int, state: int) -> list[int]:
+    def _places(self, identity: Identity, column: int, state: bytes) -> list[int]:
         """The segments of a state, one for each end."""
         cuts = self._cuts.get((identity, column), {}).get(state)
         if cuts is not None:
@@ -149,24 +150,24 @@ class _Attempt:
             return self._ends[identity, column][1] == identity[0]
         # The whole sample's hash may be unknown (empty), so segments with different tokens can have equal identities.
         # In a mixed attempt only a single segment that covers the column counts.
-        return any(self._end_of(place)[0] == identity[0] for place in self._places(identity, column, 0))
+        return any(self._end_of(place)[0] == identity[0] for place in self._places(identity, column, _FIRST))
 
     def sample(self) -> list[int]:
         """The places of a whole sample's segments, column by column. Of several samples, the one with the lowest name
         of the first segment's part is chosen."""
-        identity = min(sorted(self.whole), key=lambda known: self._place_of(self._chosen[known, 0][0])[0])
+        identity = min(sorted(self.whole), key=lambda known: self._place_of(self._chosen[known, 0][_FIRST])[0])
         return [place for column in range(identity[1]) for place in self._column(identity, column)]
 
     def _column(self, identity: Identity, column: int) -> list[int]:
         """The chain of segments that leads to the last token. At each step the lowest part name is chosen."""
 
-        def segments(state: int) -> Iterator[int]:
+        def segments(state: bytes) -> Iterator[int]:
             places = self._places(identity, column, state)
             if self._mixed:
                 places = [place for place in places if self._end_of(place)[0] == identity[0]]
             return iter(sorted(places, key=self._place_of))
 
-        chain, todo, seen = list[int](), [(0, segments(0))], {0}
+        chain, todo, seen = list[int](), [(_FIRST, segments(_FIRST))], {_FIRST}
         while todo:
             state, left = todo[-1]
             place = next(left, None)
@@ -184,10 +185,18 @@ class _Attempt:
         raise AssertionError("expected a chain of segments of a whole sample, got none")
 
 
-def _next(state: int, end: int) -> int:
+def _state(index: int, start: int) -> bytes:
+    """The state of a segment. Bytes, because Python's hash of integers has no seed: a receipt could make all equal."""
+    return (index << _START_BITS | start).to_bytes(11, "little")
+
+
+def _index_and_start(state: bytes) -> tuple[int, int]:
+    return divmod(int.from_bytes(state, "little"), 1 << _START_BITS)
+
+
+def _next(state: bytes, end: int) -> bytes:
     """The state to which a segment with this end leads."""
-    return ((state >> _START_BITS) + 1) << _START_BITS | end
+    return _state(_index_and_start(state)[0] + 1, end)
 
 
-def _start(state: int) -> int:
-    return state & ((1 << _START_BITS) - 1)
+_FIRST = _state(0, 0)

@@ -157,10 +157,10 @@ def check_file(fs: Any, path: str, ending: str = "") -> None:
         raise ConfigError(
             f"input.path: expected {path[:200]} in the zip file stored or deflated, got another compression. Extract it"
         )
-    if members.namelist().count(member.filename) > 1:  # zipfile reads only the last one
+    if len(members.filelist) > len(members.NameToInfo):  # zipfile reads only the last one of a name
         raise ConfigError(
-            f"input.path: expected one {path[:200]} in the zip file, got several of this name. Extract them, and give "
-            "them different names"
+            "input.path: expected different names in the zip file, got several members of one name. Extract them, and "
+            "give them different names"
         )
 
 

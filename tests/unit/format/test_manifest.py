@@ -320,6 +320,17 @@ def test_asking_for_a_sample_after_each_receipt_takes_no_longer_and_longer(name:
     check_linear(make, 256)
 
 
+def test_places_whose_numbers_have_equal_hashes_take_no_longer() -> None:
+    """Python's hash of an integer is the integer modulo 2^61 - 1."""
+
+    def make(n: int) -> Callable[[], object]:
+        segments = [Segment("k", i << 20, (1 << 19) - i, 1 << 19, 1 << 19) for i in range(1, n + 1)]
+        receipt = _receipt(1, 1, *segments)
+        return lambda: Manifest([receipt]).samples.get("k")
+
+    check_linear(make, 4096)
+
+
 def test_segments_of_one_key_take_little_memory() -> None:
     """A compacted manifest of a megabyte may have half a million of them."""
     n = 20_000

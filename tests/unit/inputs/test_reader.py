@@ -148,7 +148,7 @@ def test_a_zip_file_with_two_members_of_one_name_is_refused(tmp_path: Path, path
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
         file.writestr("in.jsonl", '{"text": "lost"}\n')
         file.writestr("in.jsonl", '{"text": "read"}\n')
-    with pytest.raises(ConfigError, match=r"expected one in\.jsonl in the zip file, got several"):
+    with pytest.raises(ConfigError, match=r"expected different names in the zip file, got several"):
         list(read_rows(InputConfig(path=f"{path}::{tmp_path}/a.zip")))
 
 
