@@ -22,6 +22,9 @@ def connect_ray(run: str = "") -> None:
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS")
+    if address is None and str(Path.cwd()) not in _searched():
+        # A local cluster starts processes with ``python -c``, which would search this folder before installed modules.
+        os.environ["PYTHONSAFEPATH"] = "1"
     try:
         ray.init(
             address=address or "local",
@@ -36,6 +39,11 @@ def connect_ray(run: str = "") -> None:
         ) from e
 
 
+def _searched() -> set[str]:
+    """The folders that this process searches for modules."""
+    return {str(Path(folder).absolute()) for folder in sys.path}
+
+
 def _job_config(run: str) -> Any:
     """The job's settings. Workers of the job search no folder for modules that this process does not search.
 
@@ -48,7 +56,7 @@ def _job_config(run: str) -> Any:
         _py_driver_sys_path: list[str]
 
         def _serialize(self) -> str:
-            searched = {str(Path(folder).absolute()) for folder in sys.path}
+            searched = _searched()
             self._py_driver_sys_path = [path for path in self._py_driver_sys_path if path in searched]
             return super()._serialize()  # type: ignore[no-any-return]
 

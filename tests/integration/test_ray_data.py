@@ -95,17 +95,20 @@ def test_a_run_is_read_and_exported_by_rays_tasks(ray_cluster: RayHead, tmp_path
     assert (done.returncode, "expected one of" in done.stderr) == (2, True), done.stderr
 
 
-def test_workers_of_a_command_do_not_import_modules_of_its_working_folder(ray_cluster: RayHead, tmp_path: Path) -> None:
+@pytest.mark.parametrize("local", [False, True])
+def test_no_process_of_a_command_imports_modules_of_its_working_folder(
+    ray_cluster: RayHead, tmp_path: Path, local: bool
+) -> None:
     """The folder may be a run of another author. By default Ray's workers search the driver's folder first."""
     run, trap = tmp_path / "run", tmp_path / "executed"
     store_run(open_store(str(run)), [random_sample("a", 5, odd=False)])
-    for name in ("safetensors.py", "numpy.py", "hsx_dist/__init__.py"):
+    for name in ("safetensors.py", "numpy.py", "multiprocessing.py", "hsx_dist/__init__.py"):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text(f"open({str(trap)!r}, 'w').write(__file__)\nraise ImportError('a module of the run')\n")
     hsx = Path(sys.executable).with_name("hsx")
     argv = [str(hsx), "export", ".", str(tmp_path / "out"), "--to", "vllm", "--ray"]
-    env = {**os.environ, **ray_cluster.env, "RAY_ADDRESS": ray_cluster.address}
-    env.pop("PYTHONPATH", None)
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
+    env |= {"RAY_TMPDIR": "/tmp"} if local else {**ray_cluster.env, "RAY_ADDRESS": ray_cluster.address}
     done = subprocess.run(argv, cwd=run, env=env, capture_output=True, text=True, timeout=280)
     assert not trap.exists(), trap.read_text()
     assert "1 files written; complete" in done.stdout, done.stdout + done.stderr[-4000:]
