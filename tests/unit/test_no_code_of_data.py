@@ -20,7 +20,7 @@ USED_BY = {
     "AutoConfig": {"jobs/doctor.py", "jobs/preflight.py"},
     "AutoModel": {"jobs/check.py", "jobs/reference.py"},
     "load_tokenizer": {
-        *("inputs/encode.py", "jobs/doctor_engine.py", "jobs/plan.py", "jobs/preflight.py", "fleet/replica.py"),
+        *("inputs/encode.py", "jobs/doctor_engine.py", "jobs/plan.py", "jobs/preflight.py", "fleet/same_model.py"),
     },
     "choose_decoder": {"jobs/decode.py", "cli/inspect.py", "cli/report.py"},
     "load_decoder": {"jobs/decode.py"},

@@ -350,6 +350,9 @@ class _Config:
     class model_config:  # noqa: N801
         model, revision, skip_tokenizer_init, hf_text_config = "m", None, True, None
 
+    class load_config:  # noqa: N801
+        load_format = "auto"
+
 
 @pytest.mark.parametrize(
     ("given", "expected"),
