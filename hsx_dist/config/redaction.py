@@ -30,7 +30,10 @@ _NEXT_VALUE = re.compile(r"\s{0,40},\s{0,40}[bu]?(\\*['\"])")
 _IS_NAME = re.compile(r"\\*['\"]\s{0,40}[:=]")
 _ELEMENT = re.compile(r"<([\w.:-]{1,100})(\s[^<>]{0,200})?>(?!\(not)[^<]+")
 _TOKEN = re.compile(r"\b(bearer|basic)\s{1,4}(?=[^\s'\"]*\d)[^\s'\"]{16,}", re.IGNORECASE)
-_KEY = re.compile(r"\b(accountkey|accesskey|accesssignature)=(?!\(not)[^;\s'\"]+", re.IGNORECASE)
+#: A member of a connection string.
+_KEY = re.compile(
+    r"\b(\w{0,20}(?:accountkey|accesskey|accesssignature)|password|passwd|pwd)=(?!\(not)[^;\s'\"]+", re.IGNORECASE
+)
 _PRIVATE_KEY = re.compile(r"(BEGIN [A-Z ]{0,20}PRIVATE KEY)(?! \(not).*?(END [A-Z ]{0,20}PRIVATE KEY|\Z)", re.DOTALL)
 #: Words that are left out on both sides of a cut: a name must not be separated from its value.
 _WORDS_AT_CUT = 6

@@ -65,7 +65,7 @@ _SECRET_PHRASES = (("connection", "string"), ("conn", "str"))
 _SECRET_NAMES = frozenset({"pass", "pw", "pat"})
 #: A credential in a text, by the words before it. Prose has none: the token after ``bearer`` is long and has a digit.
 _SECRET_TEXT = re.compile(
-    r"\b(bearer|basic)\s+(?=\S*\d)\S{16}|(accountkey|accesskey|accesssignature)=[^;\s]"
+    r"\b(bearer|basic)\s+(?=\S*\d)\S{16}|\b\w{0,20}(accountkey|accesskey|accesssignature)=[^;\s]"
     r'|"private_key"|BEGIN [A-Z ]{0,20}PRIVATE KEY',
     re.IGNORECASE,
 )

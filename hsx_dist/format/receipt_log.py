@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from hsx_dist.errors import AlreadyExists, Fenced, FormatError, HsxError, IntegrityError, NotFound
+from hsx_dist.errors import AlreadyExists, Fenced, FormatError, HsxError, IntegrityError, NotFound, StoreError
 from hsx_dist.format.byte_budget import ByteBudget
 from hsx_dist.format.description import MAX_HEADER_BYTES
 from hsx_dist.format.json_objects import get_small
@@ -162,6 +162,19 @@ class LogReader:
             FormatError: an object with a receipt's name is not a receipt.
         """
         return _before_seals(store, self._new(store), self._read)
+
+    def require_ended(self, store: Store, logs: Iterable[Log]) -> None:
+        """Check that all receipts of ``logs``, which are sealed, were read.
+
+        Raises:
+            StoreError: a seal was not read. The store's listing lacks names at the end of a log.
+        """
+        for log in logs:
+            if self._read.get(log) != LARGEST_NUMBER:
+                raise StoreError(
+                    f"{store.url}/{receipt_name(*log, 1).rpartition('/')[0]}: expected a listing with the seal stored "
+                    "there, got none: receipts may be missing too. Try again, or use another store"
+                )
 
     def _new(self, store: Store) -> Iterator[ObjectInfo]:
         # "~" sorts after every writer's name. From 1000 on, later attempts may sort earlier: 10000 is before 1001.

@@ -39,7 +39,7 @@ from hsx_dist.format.names import (
     receipt_name,
 )
 from hsx_dist.format.place import RunFolder
-from hsx_dist.format.receipt_log import LogReader, list_logs, read_entry, seal_logs
+from hsx_dist.format.receipt_log import Log, LogReader, list_logs, read_entry, seal_logs
 from hsx_dist.store import Store
 
 __all__ = [
@@ -283,13 +283,19 @@ def receipts_after(store: Store, complete: Mapping[str, Any] | None) -> Iterator
     yield from LogReader(after).read(store)
 
 
-def all_receipts(store: Store) -> Iterator[Receipt]:
+def all_receipts(store: Store, sealed: Iterable[Log] = ()) -> Iterator[Receipt]:
     """Every receipt that any reader may use: those of the compacted manifest, then all single ones. A receipt may occur
-    twice. Raises like ``load_manifest``."""
+    twice.
+
+    Raises:
+        StoreError: the listing lacks the seal of a ``sealed`` log. Also raises like ``load_manifest``.
+    """
     complete = read_complete(store)
     if complete is not None:
         yield from read_compacted(store, complete)
-    yield from LogReader().read(store)
+    logs = LogReader()
+    yield from logs.read(store)
+    logs.require_ended(store, sealed)
 
 
 def check_receipts(store: Store) -> Iterator[tuple[str, str]]:

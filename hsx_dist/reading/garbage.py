@@ -7,7 +7,7 @@ A removed run's objects are in a separate folder that no other run uses (``forma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from hsx_dist.errors import Denied, NotFound
@@ -22,7 +22,7 @@ from hsx_dist.format.place import (
     open_place,
     run_objects,
 )
-from hsx_dist.format.receipt_log import list_logs, seal_logs
+from hsx_dist.format.receipt_log import Log, list_logs, seal_logs
 from hsx_dist.format.runs import all_receipts
 from hsx_dist.reading.missing import removed_parts
 from hsx_dist.store import ObjectInfo, Store
@@ -37,7 +37,7 @@ def unproven(place: Place, *, seal: bool) -> list[ObjectInfo]:
 
     Raises:
         FormatError, IntegrityError: the manifest is damaged, so that no part is known to be garbage.
-        StoreError: the store failed.
+        StoreError: the store failed, or lists a sealed log without its seal.
     """
     store = place.store
     # List the parts before reading receipts: every listed part's receipt that is stored in between is then seen.
@@ -46,14 +46,14 @@ def unproven(place: Place, *, seal: bool) -> list[ObjectInfo]:
     if seal and found:
         writers = {parsed[:2] for info in found if (parsed := parse_part_name(info.name)) is not None}
         seal_logs(store, {log: last for log, last in list_logs(store).items() if log in writers}, "gc")
-        found = _unnamed(store, found)
+        found = _unnamed(store, found, writers)
     removed = removed_parts(store, place.version) if place.version > 1 else set()
     return found + [info for info in listed if info.name in removed]
 
 
-def _unnamed(store: Store, parts: list[ObjectInfo]) -> list[ObjectInfo]:
+def _unnamed(store: Store, parts: list[ObjectInfo], sealed: Iterable[Log] = ()) -> list[ObjectInfo]:
     # Read both the compacted manifest and all single receipts, because a reader may use either.
-    named = {receipt.part for receipt in all_receipts(store)}
+    named = {receipt.part for receipt in all_receipts(store, sealed)}
     return [info for info in parts if info.name not in named]
 
 

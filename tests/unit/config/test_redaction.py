@@ -51,6 +51,8 @@ SECRET = "hunter2Not-to-be-seen9"
         ),
         (f"Authorization: Bearer {SECRET} x", "Authorization: Bearer (not shown) x"),
         (f"AccountKey={SECRET};y", "AccountKey=(not shown);y"),
+        (f"SharedAccessKey={SECRET};y", "SharedAccessKey=(not shown);y"),
+        (f"Password={SECRET};y", "Password=(not shown);y"),
         (f"-----BEGIN PRIVATE KEY-----\n{SECRET}\n", "-----BEGIN PRIVATE KEY (not shown)"),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_credential_is_no_override(override: str) -> None:
 
 
 def test_a_credential_in_a_text_is_hidden() -> None:
-    for text in (f"Authorization: Bearer {SECRET}", f"AccountName=a;AccountKey={SECRET}"):
+    for text in (f"Authorization: Bearer {SECRET}", f"AccountName=a;AccountKey={SECRET}", f"SharedAccessKey={SECRET}"):
         assert SECRET not in json.dumps(hide_secrets({"args": ["--header", text]}))
     assert public_url(f"https://host/x;token={SECRET}") == "https://host/x"
     prose = "Bearer authentication, basic responsibilities: a private key."

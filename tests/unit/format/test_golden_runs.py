@@ -19,6 +19,7 @@ from rich.console import Console
 
 from hsx_dist import open_run
 from hsx_dist.config import load_config
+from hsx_dist.errors import StoreError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import is_complete
@@ -89,6 +90,24 @@ def test_an_unfinished_run_is_taken_over_collected_and_removed(version: int, cop
     assert not is_complete(place.store)
     assert remove_run(root, place) > 10
     assert [info.name for info in root.list()] == ["run.json"]
+
+
+def test_gc_deletes_nothing_when_listings_lack_receipts(copied: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that ends a listing too early hides the last receipts of a log, and its seal."""
+    place = open_place(copied("v2-unfinished"))
+    assert unproven(place, seal=True) == []
+    logs: dict[str, list[str]] = {}
+    for info in place.store.list("manifest/"):
+        logs.setdefault(info.name.rpartition("/")[0], []).append(info.name)
+    hidden = set(max(logs.values(), key=len)[1:])
+    assert hidden
+    complete = place.store.list
+    monkeypatch.setattr(
+        place.store, "list", lambda *args, **kwargs: (i for i in complete(*args, **kwargs) if i.name not in hidden)
+    )
+    assert unproven(place, seal=False)
+    with pytest.raises(StoreError, match="expected a listing with the seal"):
+        unproven(place, seal=True)
 
 
 def test_version_1_refuses_runs_that_this_version_took_over(copied: Any) -> None:
