@@ -40,6 +40,10 @@ SPEED_ONLY = frozenset({
     "optimization_level", "performance_mode"
 })  # fmt: skip
 
+#: Those of ``SPEED_ONLY`` that decide which points an engine has: vLLM's MoE kernels return a router's choices or not,
+#: and an engine without images embeds tokens itself.
+CHOOSE_POINTS = ("limit_mm_per_prompt", "moe_backend")
+
 
 def engine_meaning(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that may change a sample: all except ``SPEED_ONLY``, also unknown ones."""

@@ -9,6 +9,7 @@ from typing import Any
 from hsx_dist.config import ExtractConfig, public_url
 from hsx_dist.errors import ConfigError, InputError
 from hsx_dist.inputs.loss_mask import mask_of_spans, spans_of_roles
+from hsx_dist.inputs.rendered import require_rendered
 from hsx_dist.inputs.rows import Row
 
 #: Limit of the characters that are rendered to derive one row's loss mask. For the time that a message takes, each
@@ -179,7 +180,9 @@ class RowEncoder:
         options = self._chat_options(row)
         try:
             # A template is a program of the model's author, and may raise any error.
-            self._require_text(messages, options)
+            require_rendered(
+                messages, lambda some: str(self.tokenizer.apply_chat_template(some, tokenize=False, **options))
+            )
             if not self.rules.loss_roles or row.loss_mask is not None:
                 ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
                 return _ints(ids), None
@@ -191,31 +194,6 @@ class RowEncoder:
                 f"expected messages that the model's chat template accepts, got {_error_text(e)}. Correct the row, or "
                 "chat_template_kwargs"
             ) from e
-
-    def _require_text(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
-        """Raise InputError if the template prints the Python text of a list of parts, or ``None`` for a null.
-
-        Templates that expect text alone do so: ``[{'type': 'text', …`` would become a part of the prompt."""
-        contents = [message.get("content") for message in messages]
-        if all(isinstance(content, str) for content in contents):
-            return
-
-        def render(some: list[dict[str, Any]]) -> str:
-            return str(self.tokenizer.apply_chat_template(some, tokenize=False, **options))
-
-        text = render(messages)
-        if any(isinstance(content, (list, dict)) and content and repr(content) in text for content in contents):
-            raise InputError(
-                "expected the content of messages as text, which is all that the chat template renders, got parts. "
-                "Join the texts of the parts"
-            )
-        if "None" in text and None in contents:
-            empty = [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
-            if text.count("None") > render(empty).count("None"):
-                raise InputError(
-                    "expected the content of messages as text, got null, which the chat template renders as None. "
-                    "Write an empty text"
-                )
 
     def _chat_options(self, row: Row) -> dict[str, Any]:
         """Return the template's arguments. If the answer will be generated, the chat ends with the answer's header."""

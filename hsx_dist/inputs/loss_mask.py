@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hsx_dist.errors import InputError
+from hsx_dist.inputs.rendered import texts_of
 
 #: (messages, whether the header of an answer follows them) → text
 Render = Callable[[list[dict[str, Any]], bool], str]
@@ -46,7 +47,7 @@ def spans_of_roles(
         start = len(before) if i or message["role"] == "system" else _start_of_text(whole, messages, render)
         if message["role"] == "assistant" and i:
             start = _after_header(whole, messages[:i], start, render)
-        length = _agreement(render(messages[: i + 1], False), whole, start)
+        length = _length(render(messages[: i + 1], False), whole, start, first=not i)
         if not length or not _has_end_of(message, whole[start : start + length]):
             raise InputError(
                 f"loss_roles: expected to find message {i} in the rendered chat, got a template that renders it "
@@ -92,8 +93,8 @@ def _after_header(whole: str, before: list[dict[str, Any]], start: int, render: 
 
 def _has_end_of(message: dict[str, Any], rendered: str) -> bool:
     """Whether ``rendered`` has the end of the message's text. A template may drop the beginning, such as thoughts."""
-    text = message.get("content")
-    return not isinstance(text, str) or text.strip().rpartition("\n")[2][-_TAIL:] in rendered
+    texts = texts_of(message.get("content"))
+    return not texts or texts[-1].strip().rpartition("\n")[2][-_TAIL:] in rendered
 
 
 def _common(a: str, b: str) -> int:
@@ -101,10 +102,21 @@ def _common(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+def _length(through: str, whole: str, start: int, *, first: bool) -> int:
+    """Return the length of the message that begins at ``start`` in ``whole`` and ends with ``through``; 0: not found.
+
+    Text before the message must not match, because a chat may repeat its turns. Before the first message the template
+    may write something else, such as tools.
+    """
+    if through.startswith(whole[:start]):
+        return _agreement(through[start:], whole, start)
+    return _agreement(through, whole, start) if first else 0
+
+
 def _agreement(through: str, whole: str, start: int) -> int:
     """Return the length of the longest prefix of ``whole[start:]`` with which ``through`` ends."""
-    if whole.startswith(through):
-        return len(through) - start
+    if whole.startswith(through, start):
+        return len(through)
     # Knuth, Morris and Pratt: linear in the text's length. A row may be megabytes of one letter.
     wanted = whole[start : start + len(through)]
     borders = [0] * len(wanted)

@@ -98,7 +98,13 @@ def rows_from(prompts: Iterable[Any], config: InputConfig) -> Iterator[Row | Row
         if choice.ended():
             return
         if choice.takes("", number):
-            yield check.judge(number, number, _as_record(prompt, config))
+            try:
+                record = _as_record(prompt, config)
+            except Exception as e:  # noqa: BLE001 - the methods of a caller's type may raise any error
+                record = Unreadable(
+                    f"expected text, token ids or messages, got {type(prompt).__name__} that raises {type(e).__name__}"
+                )
+            yield check.judge(number, number, record)
 
 
 def _as_record(prompt: Any, config: InputConfig) -> Any:

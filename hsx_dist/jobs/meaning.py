@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hsx_dist.config import ExtractConfig, public_url
-from hsx_dist.config.engine_arguments import engine_meaning
+from hsx_dist.config.engine_arguments import CHOOSE_POINTS, engine_meaning
 from hsx_dist.config.secrets import HIDDEN
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.codecs import resolve_codec
@@ -34,6 +34,7 @@ def run_meaning(config: ExtractConfig, model: Model) -> dict[str, Any]:
         **config.meaning(),
         "layers": list(model.layers),
         **({} if capture is None else {"source": "taps", "capture": capture}),
+        **_of_preset(capture, config.engine_kwargs),
         "weights": model.weights,
         **({"folders": folders} if folders else {}),
         **_lossy(config.codec),
@@ -66,7 +67,17 @@ def differences(
         used = {**_engine_kwargs(info.get("settings")), **_engine_kwargs(before)}
         if used:
             before["engine_kwargs"] = engine_meaning(used)
+    # Earlier versions did not record these in the meaning.
+    before = {**_of_preset(before.get("capture"), _engine_kwargs(info.get("settings"))), **before}
     return list(_differences(before, now, old))
+
+
+def _of_preset(capture: Any, engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that choose a preset's points, as a member of the meaning."""
+    if not isinstance(capture, Mapping) or "preset" not in capture:
+        return {}
+    found = {name: engine_kwargs[name] for name in CHOOSE_POINTS if engine_kwargs.get(name) is not None}
+    return {"engine_kwargs_of_preset": found} if found else {}
 
 
 def _lossy(codec: Any) -> dict[str, Any]:

@@ -30,6 +30,8 @@ from hsx_dist.store import Store
 DecodeEach = Callable[[Sequence[int]], list[str]]
 #: Counts of parts that are not stored any more, and their labels.
 _GONE = {"removed_parts": "of them removed after use", "lost_parts": "of them lost"}
+#: Limit in characters of the settings.
+SETTINGS_SHOWN = 1 << 20
 #: Layers that are shown token by token.
 LAYERS_SHOWN = 8
 
@@ -301,8 +303,16 @@ def _color(ratio: float) -> str:
 
 
 def _settings(facts: RunFacts) -> str:
-    text = json.dumps({"meaning": dict(facts.meaning), "settings": dict(facts.settings)}, indent=1, ensure_ascii=False)
-    lines = "\n".join(map(escape, text.split("\n")))
+    encoder = json.JSONEncoder(indent=1, ensure_ascii=False)
+    pieces, left = [], SETTINGS_SHOWN
+    # In pieces: the indents of nested values may take far more text than the stored object.
+    for piece in encoder.iterencode({"meaning": dict(facts.meaning), "settings": dict(facts.settings)}):
+        pieces.append(piece[:left])
+        left -= len(piece)
+        if left <= 0:
+            pieces.append("\n… (`hsx show RUN --json` has all settings)")
+            break
+    lines = "\n".join(map(escape, "".join(pieces).split("\n")))
     return (
         '<section id="settings"><h2>Settings</h2><p class=note>As stored in the run, without credentials.</p>'
         f"<details><summary>Show</summary><pre>{lines}</pre></details></section>"

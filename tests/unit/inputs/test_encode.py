@@ -80,18 +80,19 @@ PARTS = (
 def test_content_that_a_template_prints_as_python_text_is_refused(folder: Path, roles: Any) -> None:
     tokenizer = load_tokenizer(str(folder))
     encoder = RowEncoder(tokenizer, 10, rules=RowRules(loss_roles=roles))
-    for content, got in (
-        ([{"type": "text", "text": "a b"}], "got parts"),
-        ({"a": "b"}, "got parts"),
-        (None, "got null"),
+    for content, got, ids in (
+        ([{"type": "text", "text": "a b"}], "got parts", [1, 3, 4, 2, 5]),
+        (["a b"], "got parts", None),
+        ([{"type": "image"}], "got parts", None),
+        (None, "got null", [1, 2, 5]),
     ):
         row = Row("k", 0, messages=[{"role": "user", "content": content}, {"role": "assistant", "content": "c"}])
         tokenizer.chat_template = TEMPLATE
         with pytest.raises(InputError, match=got):
             encoder.encode(row)
         tokenizer.chat_template = PARTS
-        if not isinstance(content, dict):
-            assert encoder.encode(row).token_ids == ([1, 3, 4, 2, 5] if content else [1, 2, 5])
+        if ids is not None:
+            assert encoder.encode(row).token_ids == ids
     # A text None is no null, and a message without content is none either.
     tokenizer.chat_template = TEMPLATE
     assert encoder.encode(
@@ -101,6 +102,58 @@ def test_content_that_a_template_prints_as_python_text_is_refused(folder: Path, 
             messages=[{"role": "user"}, {"role": "user", "content": "None"}, {"role": "assistant", "content": "c"}],
         )
     ).token_ids == [1, 1, 0, 2, 5]
+
+
+# Qwen3 and others: roles that the template does not know, and parts, have no text.
+TEXT_ALONE = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant', 'system') %}[{{ m.role }}] "
+    "{{ m.content if m.content is string else '' }} {% for call in m.tool_calls or [] %}{{ call }}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("roles", [None, ("assistant",)])
+def test_a_message_that_a_template_leaves_out_is_refused(folder: Path, roles: Any) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = TEXT_ALONE
+    encoder = RowEncoder(tokenizer, 10, rules=RowRules(loss_roles=roles))
+    part = {"type": "text", "text": "a"}
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}
+    for bad, got in (
+        ({"role": "developer", "content": "a"}, "message 1 .role 'developer', content: a string."),
+        ({"role": "user", "content": [part]}, "message 1 .role 'user', content: a list."),
+        ({"role": "user", "content": [part, {"type": "image"}]}, "message 1 .role 'user', content: a list."),
+    ):
+        with pytest.raises(InputError, match=f"leaves out text of {got}"):
+            encoder.encode(Row("k", 0, messages=[user, bad, answer]))
+    assert encoder.encode(Row("k", 0, messages=[user, answer])).token_ids == [1, 3, 2, 5]
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content[0].text }} {% endfor %}"
+    one = [{"role": "user", "content": [part]}, {"role": "assistant", "content": [{"type": "text", "text": "c"}]}]
+    assert encoder.encode(Row("k", 0, messages=one)).token_ids == [1, 3, 2, 5]
+    with pytest.raises(InputError, match="leaves out text of message 0"):  # its second part
+        encoder.encode(Row("k", 0, messages=[{"role": "user", "content": [part, part]}, one[1]]))
+
+
+def test_templates_may_leave_out_blanks_and_texts_beside_tool_calls(tokenizer: Any, folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = TEXT_ALONE.replace(
+        "m.content if m.content", "m.content if not m.tool_calls and m.content"
+    )
+    called = {"role": "assistant", "content": "b", "tool_calls": ["c"]}
+    user = {"role": "user", "content": "a"}
+    for blank in ([], [{"role": "developer", "content": " "}]):
+        assert RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=[*blank, user, called])).token_ids == [1, 3, 2, 5]
+
+
+def test_a_template_that_needs_the_texts_themselves_is_not_judged(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.content not in ('a', 'c') %}{{ raise_exception('other text') }}{% endif %}"
+        "[{{ m.role }}] {{ m.content }} {% endfor %}"
+    )
+    assert RowEncoder(tokenizer, 10).encode(
+        Row("k", 0, messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}])
+    ).token_ids == [1, 3, 2, 5]
 
 
 def test_a_template_that_raises_refuses_the_row(tokenizer: Any) -> None:

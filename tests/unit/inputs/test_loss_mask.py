@@ -101,6 +101,15 @@ def test_thoughts_that_a_template_drops_from_earlier_turns(tokenizer: Any) -> No
     ]
 
 
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}])
+def test_repeated_turns_are_not_in_the_loss_of_an_answer(tokenizer: Any, options: dict[str, Any]) -> None:
+    """Without thoughts each answer alone ends like the one before it, with the same turn of the user between them."""
+    ask, answer = {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}
+    *earlier, last = said(tokenizer, QWEN3, [ask, answer] * 4, **options)
+    assert earlier == ["Yes.<|im_end|>"] * 3
+    assert last.removeprefix("<think>\n\n</think>\n\n") == "Yes.<|im_end|>"
+
+
 def test_other_roles(tokenizer: Any) -> None:
     assert said(tokenizer, CHATML, CHAT, ("user",)) == [
         f"{CHAT[0]['content']}<|im_end|>",
@@ -156,7 +165,7 @@ def test_an_answer_that_alone_has_another_end_is_refused(tokenizer: Any, answer:
 
 def test_a_first_message_whose_text_is_not_rendered_is_refused(tokenizer: Any) -> None:
     with pytest.raises(InputError, match="expected to find the text of message 0"):
-        said(tokenizer, "{{ messages | length }}", CHAT[1:2])
+        said(tokenizer, "{{ messages[0].content | length }} {{ messages[0].content }}", CHAT[1:2])
 
 
 def test_many_bytes_a_character(tokenizer: Any) -> None:

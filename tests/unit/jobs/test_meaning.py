@@ -32,7 +32,8 @@ COMMITS = "a" * 40, "b" * 40
 
 
 def config(model: object, **settings: Any) -> ExtractConfig:
-    return load_config(None, (), model=str(model), output="memory://out", layers=[1], pool="threads", **settings)
+    settings = settings if "capture" in settings else {"layers": [1], **settings}
+    return load_config(None, (), model=str(model), output="memory://out", pool="threads", **settings)
 
 
 def resume(store: MemoryStore, written: ExtractConfig) -> dict[str, Any]:
@@ -92,6 +93,23 @@ def test_the_order_of_arguments_is_no_setting(tmp_path: Path) -> None:
     model, store = tiny_llama(tmp_path / "model"), MemoryStore()
     resume(store, config(model, chat_template_kwargs={"a": 1, "b": 2}))
     resume(store, config(model, chat_template_kwargs={"b": 2, "a": 1}))
+
+
+def test_arguments_that_choose_the_points_of_a_preset_are_settings(tmp_path: Path) -> None:
+    """Some of vLLM's MoE kernels return no router choices, and the preset leaves them out."""
+    model, store = tiny_llama(tmp_path / "model"), MemoryStore()
+    first, then = ({"moe_backend": name} for name in ("triton", "flashinfer_trtllm"))
+    info = resume(store, config(model, capture={"preset": "mlp"}, engine_kwargs=first))
+    for changed in (then, {}):
+        with pytest.raises(RunMismatch, match="moe_backend"):
+            resume(store, config(model, capture={"preset": "mlp"}, engine_kwargs=changed))
+    # A run of an earlier version has the argument in its settings alone.
+    old = dict(info["meaning"])
+    assert old.pop("engine_kwargs_of_preset") == first
+    assert differences({**info, "meaning": old}, info["meaning"], {}) == []
+    named = MemoryStore()
+    resume(named, config(model, capture={"points": {"mlp_out": [0]}}, engine_kwargs=first))
+    resume(named, config(model, capture={"points": {"mlp_out": [0]}}, engine_kwargs=then))
 
 
 def test_an_argument_that_vllm_does_not_have_is_refused_before_a_run_is_stored(

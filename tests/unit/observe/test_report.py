@@ -17,7 +17,7 @@ from hsx_dist.errors import ConfigError, NotFound, RunError, SampleConsumed, Sam
 from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.place import Place, open_place
 from hsx_dist.observe.report import write_report
-from hsx_dist.observe.report.document import escape
+from hsx_dist.observe.report.document import SETTINGS_SHOWN, escape
 from hsx_dist.observe.report.facts import Timeline, gather_facts
 from hsx_dist.observe.report.plots import Canvas
 from hsx_dist.observe.report.prompt_attention import HEADS_DRAWN, TOKENS_DRAWN, drawn_layer, gather_attention
@@ -167,6 +167,17 @@ def test_an_attempt_without_a_final_state_is_shown_as_vanished(tmp_path: Path):
     page = write_report(store)
     assert "None so far" in page
     assert "1 replica<" in page
+
+
+def test_the_report_has_a_bounded_text_of_settings(tmp_path: Path):
+    store = open_store(str(tmp_path / "deep"))
+    nested: Any = list(range(20_000))
+    for _ in range(150):  # the report indents each number by the depth
+        nested = [nested]
+    write_v1_run(store, {"meaning": {"model": "m", "layers": [1]}, "settings": {"nested": nested}})
+    page = write_report(store)
+    assert "has all settings" in page
+    assert len(page) < 2 * SETTINGS_SHOWN
 
 
 def test_a_credential_that_an_older_run_kept_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
