@@ -52,8 +52,8 @@ def require_rendered(messages: list[dict[str, Any]], render: Callable[[list[dict
         required = texts_of(message.get("content")) and not message.get("tool_calls")
         if required and not found.issuperset(marks[i]):
             raise InputError(
-                f"expected a chat template that renders every message, got one that leaves out text of message {i} "
-                f"(role {shown(message['role'])}, content: {kind_of(message['content'])}). Remove the message, "
+                f"expected a chat template that renders every message, got a template that leaves out text of message "
+                f"{i} (role {shown(message['role'])}, content: {kind_of(message['content'])}). Remove the message, "
                 "correct its role, or join the texts of its parts"
             )
 

@@ -134,7 +134,7 @@ def test_a_message_that_a_template_leaves_out_is_refused(folder: Path, roles: An
         encoder.encode(Row("k", 0, messages=[{"role": "user", "content": [part, part]}, one[1]]))
 
 
-def test_templates_may_leave_out_blanks_and_texts_beside_tool_calls(tokenizer: Any, folder: Path) -> None:
+def test_templates_may_leave_out_blanks_and_texts_next_to_tool_calls(tokenizer: Any, folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = TEXT_ALONE.replace(
         "m.content if m.content", "m.content if not m.tool_calls and m.content"
