@@ -9,6 +9,9 @@ from typing import Protocol
 from hsx_dist.fleet.tasks import Task, TaskResult
 from hsx_dist.writers.events import Counted, Event
 
+#: Replicas that die one after the other without a finished task, and are replaced.
+MAX_FAILURES = 3
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReady:

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 from hsx_dist.fleet.actor_liveness import KNOWN_AFTER_S, Inquiry, failures, flush_until_known, flushing, wait_for_all
-from hsx_dist.fleet.base import Draining, FleetEvent, NodeGone
+from hsx_dist.fleet.base import MAX_FAILURES, Draining, FleetEvent, NodeGone
 from hsx_dist.fleet.nodes import Nodes, look
 from hsx_dist.fleet.placement import Placement
 from hsx_dist.fleet.ray_errors import reason_of, went_with_its_node
@@ -80,16 +80,14 @@ class RayFleet:
         shape: ClusterShape,
         *,
         name: str,
-        max_failures: int = 3,
         nodes: Callable[[], Nodes] = look,
     ):
         """``writer(name)`` returns a writer's spec. ``name``: namespace of the actors, and prefix of their names on
-        Ray's dashboard. ``max_failures``: restarts of replicas in a row."""
+        Ray's dashboard."""
         self._spec = spec
         self._writer = writer
         self._shape = shape
         self._name = name
-        self._max_failures = max_failures
         self._look = nodes
         self._nodes = Nodes()
         self._looked = 0.0
@@ -209,7 +207,7 @@ class RayFleet:
         """Apply one transition of a replica, and its actions. Does nothing for a replica that is gone."""
         if number not in self.replicas:
             return []
-        state, actions = after(self.replicas[number], happened, max_failures=self._max_failures)
+        state, actions = after(self.replicas[number], happened, max_failures=MAX_FAILURES)
         self.replicas[number] = state
         if state.phase is ReplicaPhase.GONE:
             del self.replicas[number]

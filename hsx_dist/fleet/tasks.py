@@ -17,8 +17,8 @@ from hsx_dist.writers.base import ABROAD_BYTES
 class Task:
     """Rows for one replica: the unit of work. If the replica dies, another one gets the rows.
 
-    ``tries``: earlier tries of its rows. ``alone``: one row, on its last try. Its replica gets no other task, so that a
-    crash is caused by this row.
+    ``tries``: earlier tries of its rows. ``alone``: one row, on its last try or after its engines died. Its replica
+    gets no other task, so that a crash is caused by this row.
     """
 
     number: int

@@ -12,6 +12,7 @@ from typing import Literal
 
 from hsx_dist.errors import EngineError, Fenced, StoreError
 from hsx_dist.fleet.base import (
+    MAX_FAILURES,
     Draining,
     Fleet,
     FleetEvent,
@@ -36,6 +37,9 @@ log = get_logger(__name__)
 
 #: Tasks of a replica: the running one, and the next one, so that the engine does not wait.
 TASKS_A_REPLICA = 2
+#: Tries after which the rows of a dead replica run alone. Less than the deaths after which a fleet ends, because a
+#: broken connection may add one of these.
+TRIES_TOGETHER = MAX_FAILURES - 1
 #: Seconds without a ready engine between two messages about it.
 WAITING_S = 120.0
 
@@ -45,7 +49,8 @@ class Driver:
 
     Only a receipt proves that a row is done: a replica's answer means that its pages were shipped. A row whose task
     or pages were lost is tried again, up to ``max_tries`` times in all, the last time alone. Then it counts as failed.
-    A row whose engine dies while no other row is in it counts as ``poison``. A node's death does not count as a try.
+    A row also runs alone after ``TRIES_TOGETHER`` tries, if the last one ended with its engine's death. A row whose
+    engine dies while no other row is in it counts as ``poison``. A node's death does not count as a try.
 
     Keeps in memory only the rows that are with replicas or writers.
     """
@@ -358,7 +363,8 @@ class Driver:
                 self._end_rows(rows, "poison", reason, task.tries + 1)
             else:
                 # Queued even if max_tries is reached: a row counts as poison only after its engine died with it alone.
-                self._queue(rows, task.tries + 1)
+                tries = task.tries + 1
+                self._queue(rows, tries, alone=tries >= TRIES_TOGETHER)
 
     def _is_to_end(self) -> bool:
         return self._stop.is_set() or self._fenced.is_set() or self._limits.past_deadline()

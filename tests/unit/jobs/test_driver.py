@@ -11,6 +11,7 @@ from rich.console import Console
 
 from hsx_dist.errors import EngineError, Fenced, StoreError
 from hsx_dist.fleet.base import (
+    MAX_FAILURES,
     Draining,
     NodeGone,
     ReplicaDied,
@@ -195,13 +196,15 @@ def test_shipped_rows_without_a_receipt_are_run_again(ledger):
     assert len(manifest.samples) == 20
 
 
-@pytest.mark.parametrize("max_tries", [1, 2, 3])
+@pytest.mark.parametrize("max_tries", [1, 2, 3, 5, 9])
 def test_a_row_that_kills_every_engine_is_set_aside_alone(ledger, max_tries):
     fleet = LossyFleet(lambda task: "die" if any(r.key == "k5" for r in task.rows) else "fine")
     manifest = drive(fleet, rows(12), ledger, max_tries=max_tries)
     assert set(manifest.failed) == {"k5"}
     fate = manifest.failed["k5"]
-    assert (fate.fate, fate.tries) == ("poison", max(max_tries, 2))
+    assert (fate.fate, fate.tries) == ("poison", min(max(max_tries, 2), 3))
+    # The fleet of one replica starts another one after each of these deaths.
+    assert sum(any(r.key == "k5" for r in t.rows) for t in fleet.tasks if not t.alone) < MAX_FAILURES
     assert "alone" in fate.reason
     assert "killed" in fate.reason
     assert len(manifest.samples) == 11
