@@ -28,6 +28,7 @@ from hsx_dist.store.opening import Backend
 from hsx_dist.store.prefix import PrefixStore
 from hsx_dist.text import bounded
 from hsx_dist.writers.base import ABROAD_BYTES, CALL_BYTES
+from hsx_dist.writers.credits import Credits
 from hsx_dist.writers.events import Counted, Event, Lost
 from hsx_dist.writers.sink import PartSink, SinkOptions
 
@@ -66,34 +67,6 @@ class Answer:
 
     credit: int
     refused: Mapping[int, str] = field(default_factory=dict)
-
-
-class Credits:
-    """A writer's ``total`` bytes in equal shares for all active senders.
-
-    A sender gets its smaller share only with its next call. Until then a new sender gets only the bytes that are in no
-    other sender's share.
-    """
-
-    #: A sender without a call for this many seconds is inactive, and loses its share.
-    LATELY = 60.0
-
-    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic):
-        self._total = total
-        self._clock = clock
-        self._heard: dict[str, float] = {}
-        self._granted: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def share(self, sender: str) -> int:
-        """Count a call of ``sender``, and return its new share in bytes."""
-        with self._lock:
-            now = self._heard[sender] = self._clock()
-            self._heard = {s: at for s, at in self._heard.items() if now - at < self.LATELY}
-            others = sum(granted for s, granted in self._granted.items() if s in self._heard and s != sender)
-            share = max(min(self._total // len(self._heard), self._total - others), 0)
-            self._granted = {s: self._granted.get(s, 0) for s in self._heard} | {sender: share}
-            return share
 
 
 class WriterActor:

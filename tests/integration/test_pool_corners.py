@@ -14,7 +14,8 @@ from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.transport.local_end import LocalEnd
-from hsx_dist.writers.ray_pool import Credits, PoolWriterSpec, RaySender, start_writer
+from hsx_dist.writers.credits import Credits
+from hsx_dist.writers.ray_pool import PoolWriterSpec, RaySender, start_writer
 from hsx_dist.writers.sink import SinkOptions
 from tests.harness.runs import write_v1_run
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from hsx_dist.page import Page, Segment
 from hsx_dist.writers.base import CALL_BYTES
-from hsx_dist.writers.ray_pool import Credits, RaySender
+from hsx_dist.writers.credits import Credits
+from hsx_dist.writers.ray_pool import RaySender
 
 
 def pages(count: int, nbytes: int) -> list[Page]:
