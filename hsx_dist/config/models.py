@@ -203,8 +203,9 @@ class StoreConfig(Settings):
     )
     shared: bool = Field(
         default=False,
-        description="true: the output is a local path on a file system that all nodes share. false: on a cluster of "
-        "several nodes, a local path is refused.",
+        description="true: the output is a local path on a file system that all nodes share. false: a job with a local "
+        "path does not start on a cluster of several nodes. In both cases a node gets no writers if this path is "
+        "another folder there.",
     )
     retry_seconds: float = Field(
         default=120.0, ge=0, description="Seconds for which a failing call to the store is repeated."

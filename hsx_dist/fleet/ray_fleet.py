@@ -35,6 +35,7 @@ from hsx_dist.fleet.replica_states import (
 from hsx_dist.fleet.tasks import EngineSpec, Task
 from hsx_dist.fleet.writer_states import WriterInput, WriterPool, WriterState
 from hsx_dist.logger import get_logger
+from hsx_dist.writers.events import Lost, Unusable
 from hsx_dist.writers.ray_pool import PoolWriterSpec, start_writer
 
 log = get_logger(__name__)
@@ -102,6 +103,7 @@ class RayFleet:
         #: Open calls of replicas: ref → number of the replica, handler of the answer.
         self._calls: dict[Any, tuple[int, _Handler]] = {}
         self._listening: dict[Any, Any] = {}  # ref of a writer's events() → the writer
+        self._unusable = ""  # why the last unusable writer is unusable
         self._flushing: dict[Any, Any] = {}  # writers whose node drains → ref of the last flush()
         self._inquiry = Inquiry()  # unreachable replicas: the cause of death decides what happens to their rows
 
@@ -126,6 +128,7 @@ class RayFleet:
         self._start_writers()
         listed = self.writers.listed
         events: list[FleetEvent] = [NodeGone(node) for node in self.writers.follow(self._nodes)]
+        events += self._without_writers()
         if self.writers.listed != listed:
             self._send_writers_to_replicas()
         for number, replica in list(self.replicas.items()):
@@ -263,7 +266,10 @@ class RayFleet:
             return []  # the writer's node died while other answers were read
         events: list[FleetEvent] = []
         try:
-            events += ray.get(ref)
+            heard = ray.get(ref)
+            if unusable := next((e for e in heard if isinstance(e, Unusable)), None):
+                return self._drop(actor, unusable.reason)
+            events += heard
             starting = self.writers.state(actor) is WriterState.STARTING
             self.writers.apply(actor, WriterInput.HEARD)
             if starting:
@@ -278,6 +284,19 @@ class RayFleet:
         if self.writers.state(actor) is not WriterState.GONE:
             self._listen(actor)
         return events
+
+    def _drop(self, actor: Any, reason: str) -> list[FleetEvent]:
+        """Use a writer no more that cannot open the run's store. Replicas on its node send to other nodes' writers."""
+        log.error("a writer is not used: %s", reason)
+        self._unusable = reason
+        self.writers.apply(actor, WriterInput.LEFT)
+        ray.kill(actor)
+        self._send_writers_to_replicas()
+        return self._without_writers()
+
+    def _without_writers(self) -> list[FleetEvent]:
+        """Return the event that ends the job if all writers are gone, and some could not open the run's store."""
+        return [Lost((), self._unusable, fatal=True)] if self._unusable and not self.writers.handles else []
 
     def _started(self, number: int, ref: Any) -> list[FleetEvent]:
         try:

@@ -18,11 +18,17 @@ from hsx_dist.writers.sink import SinkOptions
 
 
 def ray_fleet(
-    config: ExtractConfig, spec: EngineSpec, options: Callable[[str], SinkOptions], *, name: str, folder: str
+    config: ExtractConfig,
+    spec: EngineSpec,
+    options: Callable[[str], SinkOptions],
+    *,
+    name: str,
+    folder: str,
+    token: str,
 ) -> RayFleet:
     """Return the fleet of a configuration, on the cluster to which this driver is connected.
 
-    Its writers store below ``folder`` of the output.
+    Its writers store below ``folder`` of the output, which has an attempt with ``token``.
 
     Raises:
         ConfigError: the output is one node's local disk, or no node can hold a replica.
@@ -51,6 +57,7 @@ def ray_fleet(
         return PoolWriterSpec(
             output=config.output,
             folder=folder,
+            token=token,
             storage_options=config.store.storage_options,
             backend=config.store.backend,
             retry_seconds=config.store.retry_seconds,

@@ -110,7 +110,7 @@ def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
     ``info`` (host, settings, …; no credentials) is stored for people to read.
     """
     # The token makes the body unique. Read back, it shows whether our put succeeded with a lost response, or another
-    # process took the attempt.
+    # process took the attempt. Writers on other nodes compare it with their store's.
     own = {"token": uuid.uuid4().hex, "created": datetime.now(UTC).isoformat(timespec="seconds")}
     attempt = newest_attempt(store) + 1
     while not put_own(store, attempt_name(attempt), dump_json({**info, "attempt": attempt, **own})):

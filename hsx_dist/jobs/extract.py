@@ -23,6 +23,7 @@ from hsx_dist.format.runs import (
     is_complete,
     newest_attempt,
 )
+from hsx_dist.format.same_run import attempt_token
 from hsx_dist.inputs.encode import RowRules
 from hsx_dist.inputs.rows import read_rows, rows_from
 from hsx_dist.jobs import preflight
@@ -307,7 +308,8 @@ def make_fleet(config: ExtractConfig, place: Place, spec: EngineSpec, about: dic
         return LocalFleet(spec, place.store, options("local"), config.writers.threads)
     from hsx_dist.fleet.sizing import ray_fleet
 
-    return ray_fleet(config, spec, options, name=f"hsx-{uuid.uuid4().hex[:6]}", folder=place.folder)
+    name, token = f"hsx-{uuid.uuid4().hex[:6]}", attempt_token(place.store, attempt)
+    return ray_fleet(config, spec, options, name=name, folder=place.folder, token=token)
 
 
 @contextmanager

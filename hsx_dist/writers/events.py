@@ -25,6 +25,13 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Unusable:
+    """The writer could not open the run's store, and stores nothing."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Counted:
     """A writer's counts since its last report, for the totals stored in the run."""
 

@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from hsx_dist.errors import HsxError
+from hsx_dist.format.same_run import require_same_run
 from hsx_dist.logger import get_logger
 from hsx_dist.memory.plasma_views import PlasmaViews
 from hsx_dist.observe.logs import configure_logging, redact_records
@@ -29,7 +30,7 @@ from hsx_dist.store.prefix import PrefixStore
 from hsx_dist.text import bounded
 from hsx_dist.writers.base import ABROAD_BYTES, CALL_BYTES
 from hsx_dist.writers.credits import Credits
-from hsx_dist.writers.events import Counted, Event, Lost
+from hsx_dist.writers.events import Counted, Event, Lost, Unusable
 from hsx_dist.writers.sink import PartSink, SinkOptions
 
 log = get_logger(__name__)
@@ -55,6 +56,8 @@ class PoolWriterSpec:
     tags: Mapping[str, str] = field(default_factory=dict)
     #: The run's folder in the output; empty if the run's objects are in the output itself.
     folder: str = ""
+    #: ``attempt_token`` of the driver's store, which the writer compares with its own store's. None: no comparison.
+    token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class WriterActor:
         os.environ.update(spec.environment)
         redact_records()
         configure_logging(logging.INFO, **spec.tags)
-        self._events: queue.SimpleQueue[Event | Counted] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | Counted | Unusable] = queue.SimpleQueue()
         self._credits = Credits(spec.credit_bytes)
         self._plasma_views = PlasmaViews()
         self._sink: PartSink | None = None
@@ -93,13 +96,16 @@ class WriterActor:
                 retry_seconds=spec.retry_seconds,
                 on_retry=self._meter.retried,
             )
+            if spec.folder:
+                store = PrefixStore(store, spec.folder)
+            if spec.token is not None:
+                # A local path may be another disk on this node: its parts would have receipts, and no reader.
+                require_same_run(store, spec.options.attempt, spec.token)
         except HsxError as e:
             # An event instead of an exception: an actor whose constructor raises is dead forever, without a reason.
             self._broken = f"{type(e).__name__}: {e}"
-            self._events.put(Lost((), self._broken, fatal=True))
+            self._events.put(Unusable(self._broken))
         else:
-            if spec.folder:
-                store = PrefixStore(store, spec.folder)
             self._sink = PartSink(store, spec.options, self._events.put, self._meter)
 
     @ray.method(concurrency_group="control")
@@ -132,9 +138,9 @@ class WriterActor:
         self._export.push()
 
     @ray.method(concurrency_group="control")
-    def events(self, timeout: float) -> list[Event | Counted]:
+    def events(self, timeout: float) -> list[Event | Counted | Unusable]:
         """Return the events since the last call. Waits up to ``timeout`` seconds for the first one."""
-        found: list[Event | Counted] = []
+        found: list[Event | Counted | Unusable] = []
         try:
             found.append(self._events.get(timeout=timeout))
             while True:

@@ -12,6 +12,7 @@ from hsx_dist.fleet.base import NodeGone, ReplicaDied, ReplicaReady
 from hsx_dist.fleet.nodes import Nodes
 from hsx_dist.fleet.ray_fleet import RayFleet
 from hsx_dist.fleet.writer_states import WriterState
+from hsx_dist.writers.events import Lost, Unusable
 from tests.unit.fleet.test_actor_liveness import NEVER, Actor, Call
 
 
@@ -26,7 +27,8 @@ class FleetActor(Actor):
     def __init__(self, node=None):
         super().__init__()
         self.node = node
-        self.set_writers = SimpleNamespace(remote=lambda _: None)
+        self.told = None  # the last list of writers
+        self.set_writers = SimpleNamespace(remote=lambda listed: setattr(self, "told", listed))
         self.ready = SimpleNamespace(remote=lambda: (Call([]), node))
         self.events = SimpleNamespace(remote=lambda _: (Call([]), ()))
 
@@ -149,3 +151,24 @@ def test_a_replica_on_a_node_that_drains_is_replaced_and_its_writer_is_flushed(f
     assert fleet.writers.of(WriterState.DRAINING) == {writer: "b"}
     assert [node for node, _ in fleet.writers.listed] == ["a"]
     assert writer.flush.calls == 2
+
+
+def test_a_writer_that_cannot_open_the_run_is_not_used_and_the_last_one_ends_the_job(fleet):
+    first, second = writers(fleet)
+    second.events.remote = lambda _: (Call([]), (Unusable("another disk"),))
+    assert fleet.poll(0) == []  # the answer of the call before
+    assert fleet.poll(0) == []
+    assert writers(fleet) == [first]
+    assert fleet.killed == [second]
+    assert [fleet.actor(number).told for number in (0, 1)] == [[("a", first)]] * 2
+    fleet.nodes = Nodes({"b": {"CPU": 100.0}})
+    assert Lost((), "another disk", fatal=True) in fleet.flush()
+    assert fleet.writers.handles == []
+
+
+def test_a_job_whose_only_writers_cannot_open_the_run_ends_with_their_error(fleet):
+    for writer in writers(fleet):
+        writer.events.remote = lambda _: (Call([]), (Unusable("another disk"),))
+    fleet.poll(0)
+    assert fleet.poll(0) == [Lost((), "another disk", fatal=True)]
+    assert len(fleet.killed) == 2

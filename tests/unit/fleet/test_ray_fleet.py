@@ -12,14 +12,19 @@ import hsx_dist.fleet.cpu_binding as cores_module
 from hsx_dist.config import load_config
 from hsx_dist.config.secrets import credential_environment
 from hsx_dist.errors import ConfigError
+from hsx_dist.fleet import sizing
 from hsx_dist.fleet.capacity import affordable_abroad, affordable_credit, check_output
 from hsx_dist.fleet.capacity import check_capacity as room_for
 from hsx_dist.fleet.cpu_binding import CoreClaim, omp_binding, prepare_cpu
 from hsx_dist.fleet.placement import place, placed_spec
 from hsx_dist.fleet.replica import engine_arguments
+from hsx_dist.format.place import start_run
+from hsx_dist.format.runs import take_attempt
+from hsx_dist.format.same_run import require_same_run
 from hsx_dist.jobs.capture import CapturedRows
-from hsx_dist.jobs.extract import engine_spec
+from hsx_dist.jobs.extract import engine_spec, make_fleet
 from hsx_dist.jobs.preflight import Model
+from hsx_dist.store import open_store
 
 
 @pytest.mark.parametrize("output", ["runs/x", "/data/x", "file:///data/x", "memory://x"])
@@ -111,6 +116,16 @@ def config(**settings):
 def spec(settings):
     model = Model("m", {"hidden_states": CapturedRows((1, 2), 128)}, 2, 64, 320, "bfloat16", 255, "0")
     return engine_spec(settings, model, seed="")
+
+
+def test_writers_know_the_attempt_that_their_store_must_have(tmp_path, monkeypatch):
+    node = {"Alive": True, "Resources": {"CPU": 8.0, "object_store_memory": 4 << 30}}
+    monkeypatch.setattr(sizing.ray, "nodes", lambda: [node])
+    settings = config().model_copy(update={"output": str(tmp_path)})
+    place = start_run(open_store(settings.output), {})
+    attempt = take_attempt(place.store, {})
+    writer = make_fleet(settings, place, spec(settings), {}, attempt)._writer("w")
+    require_same_run(place.store, writer.options.attempt, writer.token)
 
 
 def check_capacity(settings, gpus, nodes):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ray.exceptions import RayTaskError
 
-from hsx_dist.format.runs import load_manifest
+from hsx_dist.format.names import attempt_name
+from hsx_dist.format.runs import load_manifest, take_attempt
+from hsx_dist.format.same_run import attempt_token
 from hsx_dist.page import Page
+from hsx_dist.store.local import LocalStore
 from hsx_dist.writers import ray_pool
-from hsx_dist.writers.events import Lost
+from hsx_dist.writers.events import Lost, Unusable
 from hsx_dist.writers.ray_pool import Answer, PoolWriterSpec, RaySender, WriterActor
 from tests.unit.writers.small_samples import options, pages
 
@@ -43,11 +47,15 @@ class Ref:
     """The result of ``remote``, hashable."""
 
 
-@pytest.fixture
-def writer(store, monkeypatch):
+@pytest.fixture(autouse=True)
+def _without_ray(monkeypatch):
     monkeypatch.setattr(ray_pool, "configure_logging", lambda *_, **__: None)
     monkeypatch.setattr(ray_pool, "RayExport", lambda *_: None)
-    return WriterActor(PoolWriterSpec(store.url, {}, "auto", 1.0, {}, options()))
+
+
+@pytest.fixture
+def writer(store):
+    return WriterActor(PoolWriterSpec(store.url, {}, "auto", 1.0, {}, options(), token=attempt_token(store, 1)))
 
 
 def page_of(key: str) -> Page:
@@ -105,3 +113,30 @@ def test_of_a_segment_of_which_a_page_could_not_be_sent_nothing_more_is(writer, 
     sender.send(rest, lambda _: None)
     assert sent == []
     assert [s.key for event in lost for s in event.segments] == ["long"]
+
+
+@pytest.mark.parametrize("kind", ["empty disk", "old copy", "copy with another attempt 1", "removed run", "no folder"])
+def test_a_writer_stores_nothing_in_a_folder_that_is_not_the_drivers(store, tmp_path, kind):
+    """The folder's path is the driver's, and the disk is another one."""
+    token, here = attempt_token(store, 1), tmp_path / "disk of another node"
+    if kind == "no folder":
+        here.write_text("a file")
+    elif kind == "removed run":
+        here, token = tmp_path, ""
+        store.delete(attempt_name(1))
+    elif kind != "empty disk":
+        here.mkdir()
+        (here / "run.json").write_bytes(store.get("run.json"))
+        if kind == "copy with another attempt 1":
+            take_attempt(LocalStore(here), {})
+    before = files(here)
+    made = WriterActor(PoolWriterSpec(str(here), {}, "auto", 1.0, {}, options(), token=token))
+    [event] = [e for e in made.events(0.0) if isinstance(e, Unusable)]
+    assert str(here) in event.reason
+    answer = made.add_pages("s", [page_of("a")])
+    assert answer.refused == {0: event.reason}
+    assert files(here) == before
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
