@@ -87,10 +87,16 @@ def steps_over_seals(m: pytest.MonkeyPatch) -> None:
         return real(store, name, size)
 
     m.setattr(receipt_log, "read_entry", read_entry)
+    gc_needs_no_seal(m)
+
+
+def gc_needs_no_seal(m: pytest.MonkeyPatch) -> None:
+    m.setattr(receipt_log.LogReader, "require_ended", lambda *_: None)
 
 
 def gc_does_not_seal(m: pytest.MonkeyPatch) -> None:
     m.setattr(garbage, "seal_logs", lambda *_: None)
+    gc_needs_no_seal(m)
 
 
 def gc_does_not_look_again(m: pytest.MonkeyPatch) -> None:
@@ -99,7 +105,9 @@ def gc_does_not_look_again(m: pytest.MonkeyPatch) -> None:
     class Found(list[Any]):
         pass
 
-    m.setattr(garbage, "_unnamed", lambda store, parts: parts if type(parts) is Found else Found(real(store, parts)))
+    m.setattr(
+        garbage, "_unnamed", lambda store, parts, *_: parts if type(parts) is Found else Found(real(store, parts))
+    )
 
 
 def gc_believes_the_compacted_manifest(m: pytest.MonkeyPatch) -> None:
