@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hsx_dist.config import ExtractConfig
-from hsx_dist.errors import FormatError, NotFound, RunError, RunMismatch
+from hsx_dist.errors import FormatError, NotFound, RunError, RunMismatch, StoreError
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.place import Place, find_place, start_run
 from hsx_dist.format.runs import (
@@ -117,18 +117,23 @@ def take_over(place: Place, attempt: int, console: Console) -> tuple[RowLedger, 
     return ledger, manifest
 
 
-def complete(ledger: RowLedger, attempt: int, manifest: Manifest, rows: int) -> None:
+def complete(place: Place, ledger: RowLedger, attempt: int, manifest: Manifest, rows: int) -> None:
     """Mark the run as complete. The receipts in ``manifest`` account for all ``rows``.
 
     Adds later receipts of writers that were treated as dead.
 
     Raises:
         Fenced: a newer attempt was taken.
-        StoreError: the store failed.
+        StoreError: the store failed, or lacks parts. For example, a node lost the mount of a shared folder meanwhile.
     """
-    close_attempt(ledger.store, attempt)
+    close_attempt(place.store, attempt)
     ledger.read_new_receipts()
-    write_complete(ledger.store, attempt, manifest, {"rows": rows})
+    if lost := missing_parts(place.store, manifest, place.version):
+        raise StoreError(
+            f"{place.store.url}: expected the parts that receipts name, got {len(lost)} missing parts ({lost[0]}, …). "
+            "Check that all nodes use the same store, and start the same command again: it computes their samples again"
+        )
+    write_complete(place.store, attempt, manifest, {"rows": rows})
 
 
 def require_not_removed(place: Place) -> None:

@@ -179,7 +179,7 @@ def account_for(
                 if todo:
                     computed = compute(heartbeat, attempt, ledger, manifest, total, todo)
                 else:  # an earlier driver ended after the last row, before it marked the run as complete
-                    complete(ledger, attempt, manifest, total)
+                    complete(place, ledger, attempt, manifest, total)
                     heartbeat.state = "finished"
     return manifest, computed
 
@@ -219,7 +219,7 @@ def _compute(
             driver.run(remaining(rows, manifest, retry_poison=config.retry_poison))
         heartbeat.state = f"stopped: {driver.ended}" if driver.ended else "finished"
         if not driver.ended:
-            complete(ledger, attempt, manifest, total)
+            complete(place, ledger, attempt, manifest, total)
     return driver.ended, progress
 
 

@@ -14,7 +14,7 @@ import pytest
 import hsx_dist
 from hsx_dist import HiddenStatesDataset
 from hsx_dist.config import load_config
-from hsx_dist.errors import ConfigError, EngineError, Fenced, NotFound, RunError, SampleConsumed
+from hsx_dist.errors import ConfigError, EngineError, Fenced, NotFound, RunError, SampleConsumed, StoreError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.place import Place, bury, find_place, open_place, start_run
 from hsx_dist.format.receipt_log import ReceiptLog
@@ -22,7 +22,7 @@ from hsx_dist.format.runs import is_complete, load_manifest, read_heartbeat, ref
 from hsx_dist.inputs.rows import rows_from
 from hsx_dist.jobs import attempt as attempt_module
 from hsx_dist.jobs import extract as extract_module
-from hsx_dist.jobs.attempt import begin_attempt, open_or_start_run, require_not_removed, take_over
+from hsx_dist.jobs.attempt import begin_attempt, complete, open_or_start_run, require_not_removed, take_over
 from hsx_dist.jobs.extract import account_for
 from hsx_dist.observe.console import Console
 from hsx_dist.reading import open_run, retention, verify_run
@@ -87,6 +87,16 @@ def test_a_lost_part_is_noticed_by_everyone_and_computed_again(place: Place) -> 
     third.put([whole(SAMPLES[0], 0)])
     assert sorted(open_run(place.root.url).keys()) == ["s0", "s2", "s3"]
     assert open_run(place.root.url)["s0"].load()["key"] == "s0"
+
+
+def test_a_run_that_lacks_parts_is_not_complete(place: Place) -> None:
+    """A node's mount of a shared folder may vanish while a writer works: its later parts are on another disk."""
+    first, _ = write(place)
+    attempt, ledger, manifest = taken(place)
+    place.store.delete(first)
+    with pytest.raises(StoreError, match=f"got 1 missing parts .{first}"):
+        complete(place, ledger, attempt, manifest, 4)
+    assert not is_complete(place.store)
 
 
 def test_a_shuffled_epoch_goes_on_after_lost_samples_were_computed_again(place: Place) -> None:

@@ -115,7 +115,7 @@ def driving(model: str, keys: Sequence[str] = KEYS, *, refused: Sequence[str] = 
                     writer.store(row.key)
             ledger.flush()
             ledger.read_new_receipts()
-            complete(ledger, attempt, manifest, total)
+            complete(place, ledger, attempt, manifest, total)
 
         try:
             place, manifest = open_or_start_run(config, root, {"model": model})
@@ -328,7 +328,7 @@ def the_rest_and_the_end(store: SteppedStore) -> None:
     half(store, attempt=1)
     place = there(store)
     manifest = load_manifest(place.store)
-    complete(RowLedger(place.store, 1, manifest), 1, manifest, 2)
+    complete(place, RowLedger(place.store, 1, manifest), 1, manifest, 2)
 
 
 def half(store: SteppedStore, attempt: int = 2) -> None:
