@@ -34,6 +34,8 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from collections.abc import Mapping
+from typing import Any
 
 OBJECT = ".safetensors"
 LOCK = ".lock"
@@ -118,6 +120,11 @@ def is_of_a_run(name: str) -> bool:
     # A run of version 1 has no folder with its id.
     below = ["/".join(parts[k:]) for k in range(1, len(parts))]
     return any(pattern.fullmatch(rest) for pattern in OBJECTS_OF_A_RUN.values() for rest in below)
+
+
+def is_marker(found: Mapping[str, Any]) -> bool:
+    """Whether the JSON object ``found`` has the members of a marker, in this or an earlier version, and no others."""
+    return {"key", "error"} <= found.keys() <= {"key", "error", "expires", "conflict", "until_stored"}
 
 
 def is_conflict(marker: bytes) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from hsx_dist.errors import ConfigError, Denied, FormatError, NotFound
 from hsx_dist.format.container import Part
 from hsx_dist.format.json_objects import number, read_json
-from hsx_dist.format.markers import LOCK, MARKERS, lock_name, marked_name
+from hsx_dist.format.markers import LOCK, MARKERS, is_marker, lock_name, marked_name
 from hsx_dist.format.place import find_place
 from hsx_dist.reading.object_lock import exclusive_lock
 from hsx_dist.store import ObjectInfo, Store
@@ -67,7 +67,8 @@ def _end(store: Store, name: str, size: int | None = None) -> float | None:
         ends: list[Any]
         if name.endswith(MARKERS):
             check_name(marked_name(name))  # raises for ``.failed.json``, which marks no object
-            ends = [read_json(store, name).get("expires")]
+            found = read_json(store, name)
+            ends = [found.get("expires") if is_marker(found) else None]
         else:
             segments = [info.segment for info in Part.open(store, name, size=size).segments]
             ends = [s.meta.get("expires") for s in segments if s.column == 0]  # the other columns do not repeat it

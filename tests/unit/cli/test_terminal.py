@@ -92,7 +92,7 @@ def test_the_summary_of_an_extraction(store):
 def test_a_server_s_objects_and_markers(tmp_path, capsys):
     states = open_store(str(tmp_path / "states"))
     states.put("a.error.json", [json.dumps({"key": "a", "error": HOSTILE, "expires": 1}).encode()])
-    (tmp_path / "states" / "b\x1b[2J.error.json").write_text(json.dumps({"error": HOSTILE, "expires": 1}))
+    (tmp_path / "states" / "b\x1b[2J.error.json").write_text(json.dumps({"key": "b", "error": HOSTILE, "expires": 1}))
     for more in ([], ["--json"]):
         with pytest.raises(SystemExit):
             main(["gc", states.url, *more])

@@ -57,6 +57,17 @@ def test_only_expired_objects_and_markers_are_found(prefix):
     assert [name for name, _ in expired(store, now=999)] == []
 
 
+@pytest.mark.parametrize("ending", ["error", "failed", "conflict"])
+@pytest.mark.parametrize(
+    "members", [{}, {"key": "a"}, {"error": "x"}, {"key": "a", "error": "x", "session": "abc"}], ids=len
+)
+def test_a_file_of_another_program_with_a_markers_name_does_not_expire(tmp_path, ending, members):
+    (tmp_path / f"login.{ending}.json").write_text(json.dumps({"expires": 1000, **members}))
+    store = open_store(str(tmp_path))
+    assert list(expired(store)) == []
+    assert not remove(store, f"login.{ending}.json")
+
+
 @pytest.mark.parametrize("name", [".failed.json", ".conflict.json", "a/.failed.json", "x.safetensors/.conflict.json"])
 def test_a_marker_without_a_valid_object_name_is_kept_by_gc(prefix, name, capsys):
     (prefix / name).parent.mkdir(exist_ok=True)
@@ -382,7 +393,7 @@ def test_a_probe_leaves_no_object(store):
 
 @pytest.mark.parametrize("end", ["1" + 400 * "0", "NaN", "true", "[1]", '"1"', "[" * 100_000])
 def test_a_malformed_expiry_time_is_ignored(tmp_path, end):
-    (tmp_path / "a.error.json").write_text(f'{{"expires": {end}}}')
+    (tmp_path / "a.error.json").write_text(f'{{"key": "a", "error": "x", "expires": {end}}}')
     assert list(expired(open_store(str(tmp_path)))) == []
 
 
