@@ -42,6 +42,8 @@ _ENTRY_POINTS = "hsx_dist.exporters"
 _UNFINISHED = ".new-"
 #: Beginning of the name of a folder with files for the whole data set that are not complete.
 _FINISHING = ".finish-"
+#: Glob pattern of the rest of these names. The user may have other files that begin alike.
+_HEX = "[0-9a-f]" * 32
 #: Name → class, or its module and name: a trainer's packages are imported only for its export.
 EXPORTERS: dict[str, type[Exporter] | str] = {
     "vllm": "hsx_dist.exporting.vllm:VllmExporter",
@@ -151,7 +153,7 @@ def export_run(
     if finished:
         # Trainers read every file with the suffix, also the unfinished files of killed processes.
         for parent in {folder, *((folder / exporter.file(first)).parent for first in firsts)}:
-            for path in parent.glob(f"{_UNFINISHED}*"):
+            for path in parent.glob(f"{_UNFINISHED}{_HEX}*"):
                 path.unlink(missing_ok=True)
         if finish:
             _finish(exporter, run, folder)
@@ -375,7 +377,7 @@ def _finish(exporter: Exporter, run: Run, folder: Path) -> None:
     finally:
         shutil.rmtree(new, ignore_errors=True)
     if last is not None:
-        for left in folder.glob(f"{_FINISHING}*"):  # of killed processes
+        for left in folder.glob(f"{_FINISHING}{_HEX}"):  # of killed processes
             shutil.rmtree(left, ignore_errors=True)
 
 

@@ -25,6 +25,8 @@ _TRAILER = 4  # bytes: the crc32c of the data before it
 _LOOK = 1 / 64
 _NEW = ".new-"
 _FOLDER = re.compile("[0-9a-f]{2}")
+#: Names of the cache's files. Other programs may use the same folder.
+_FILE = re.compile(r"(\.new-)?[0-9a-f]{32}")
 
 
 class CachedStore:
@@ -123,7 +125,7 @@ class CachedStore:
                 with contextlib.suppress(OSError), self._opened(folder) as fd, os.scandir(fd) as found:
                     for entry in found:
                         status = entry.stat(follow_symlinks=False)
-                        if stat.S_ISREG(status.st_mode):
+                        if stat.S_ISREG(status.st_mode) and _FILE.fullmatch(entry.name):
                             files.append((status.st_mtime, status.st_size, folder, entry.name))
             total = sum(size for _, size, _, _ in files)
             if total <= self._max:

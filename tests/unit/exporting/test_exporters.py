@@ -272,11 +272,12 @@ def test_a_finished_data_set_is_not_written_again(
         with pytest.raises(KeyboardInterrupt):
             export_run(run, to, tmp_path, options)
     assert not (tmp_path / "state.json").exists()
-    (tmp_path / ".finish-of-a-killed-process").mkdir()
+    (tmp_path / f".finish-{'0' * 32}").mkdir()  # of a killed process
+    (tmp_path / ".finish-line").mkdir()  # of the user
     assert export_run(run, to, tmp_path, options).finished
     before = state()
     assert "state.json" in before
-    assert not list(tmp_path.glob(".finish-*"))
+    assert [path.name for path in tmp_path.glob(".finish-*")] == [".finish-line"]
     monkeypatch.setattr(exporter, "finish", lambda *_: pytest.fail("written again"))
     assert export_run(run, to, tmp_path, options).finished
     assert state() == before
@@ -548,11 +549,13 @@ def test_a_model_that_differs_from_the_runs_is_logged(model: Any, tmp_path: Path
 def test_a_finished_export_has_no_half_files_that_a_trainer_would_read(run: Run, tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "rows_0-2000"):
         place.mkdir(exist_ok=True)
-        (place / ".new-killed.ckpt").write_bytes(b"half")
+        (place / f".new-{'0' * 32}.ckpt").write_bytes(b"half")
+    (tmp_path / ".new-year.txt").touch()  # of the user
     assert not export_run(run, "specforge-dflash", tmp_path, shard=0, shards=2).finished
-    assert len(list(tmp_path.rglob(".new-*"))) == 2  # another process may be writing one
+    assert len(list(tmp_path.rglob(".new-*.ckpt"))) == 2  # another process may be writing one
     assert export_run(run, "specforge-dflash", tmp_path, shard=1, shards=2).finished
     assert sorted(path.name for path in tmp_path.rglob("*.ckpt")) == [f"data_{i}.ckpt" for i in range(len(SAMPLES))]
+    assert (tmp_path / ".new-year.txt").exists()
 
 
 @pytest.mark.parametrize("written", [True, False])

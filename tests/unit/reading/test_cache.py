@@ -60,6 +60,17 @@ def test_the_cache_stays_below_its_size(tmp_path: Path) -> None:
     assert inner.bytes_read == 0
 
 
+def test_files_of_other_programs_in_the_folder_stay(tmp_path: Path) -> None:
+    (tmp_path / "ab").mkdir()
+    mine = tmp_path / "ab" / "notes.txt"
+    mine.write_bytes(bytes(20_000))
+    os.utime(mine, (0, 0))
+    store = CachedStore(filled(), tmp_path, 10_000)
+    for r in RANGES:
+        store.get_ranges("a", [r])
+    assert mine.exists()
+
+
 def _plant(folder: Path, store: CachedStore, kind: str, victim: Path) -> None:
     """Files of another user in the place of the cache's files for ``RANGES[0]``."""
     below, name = store._place("a", RANGES[0])
