@@ -354,7 +354,7 @@ def rm(
     watch: Watch = 45.0,
     storage_option: StorageOptions = None,
 ) -> None:
-    """Remove a run that no driver works on. Other objects at the same place stay."""
+    """Remove a run that no driver works on, and its folder. Files of other programs next to the folder stay."""
     from hsx_dist.cli.gc import run_rm
 
     run_rm(run, storage_option or (), yes=yes, watch=watch)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice
 
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import Denied, NotFound, RunError
-from hsx_dist.format.place import V1_FOLDERS, Place, find_place, is_description, leftovers, run_objects
+from hsx_dist.format.own_objects import run_objects
+from hsx_dist.format.place import Place, find_place, is_description, leftovers
 from hsx_dist.format.runs import count, load_manifest, require_conditional_puts
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.console import print_json, say
@@ -21,6 +23,8 @@ log = get_logger(__name__)
 
 #: Age from which an unfinished put counts as abandoned. A running server may still be writing a newer one.
 _LONGEST_PUT_S = 86_400.0
+#: Limit of the objects that ``hsx rm`` without ``--yes`` names.
+_MOST_SHOWN = 100
 
 
 def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_json: bool) -> None:
@@ -32,8 +36,8 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
         return
     if earlier := leftovers(store, removed_only=True):
         raise RunError(
-            f"{path}: expected a run, or where a server stores, got an unfinished removal ({earlier[0]}). Finish it "
-            f"with `hsx rm {path} --yes`"
+            f"{path}: expected a run, or where a server stores, got an unfinished removal "
+            f"({earlier[0] or 'manifest/, data/'}). Finish it with `hsx rm {path} --yes`"
         )
     _gc_served(store, path, delete=delete, as_json=as_json)
 
@@ -180,9 +184,11 @@ def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> Non
     left = leftovers(root) if place is None else []
     if not yes and left:
         say(f"{path}: no run, but objects of runs without a description; --yes removes them")
-        for folder in left:
-            count_of = sum(1 for _ in run_objects(root, folder))
-            say(f"{count_of:,} objects in {folder or ', '.join(V1_FOLDERS)}")
+        names = chain.from_iterable(run_objects(root, folder) for folder in left)
+        for info in islice(names, _MOST_SHOWN):
+            say(info.name)
+        if more := sum(1 for _ in names):
+            say(f"and {more:,} more objects")
         return
     for store in [place.store] if place is not None else [_store_of(root, folder) for folder in left]:
         require_dead(store, watch_seconds=watch)
@@ -191,7 +197,7 @@ def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> Non
     found = readable(root, lambda _: None)  # objects that are not the run's; unreadable folders stay too
     other = next((info.name for info in found if not is_description(info.name)), None)
     if other is not None:
-        say(f"{other} and other objects do not belong to the run, and stay")
+        say(f"objects that do not belong to the run stay, such as {other}")
 
 
 def _store_of(root: Store, folder: str) -> Store:

@@ -58,6 +58,7 @@ OBJECTS_OF_A_RUN = {
     "data/part-": re.compile(r"data/part-[0-9]{4,9}-[A-Za-z0-9._-]+-[0-9]{6,9}(=[^/]*)?\.safetensors"),
     "consumed/": re.compile(r"consumed/part-[^/]+\.safetensors/[^/]+\.json"),
     "check.json": re.compile(r"check\.json"),
+    "complete.json": re.compile(r"complete\.json"),  # version 1
     "statistics/": re.compile(r"statistics/(?:[a-z][a-z0-9_]{0,63}-)?[0-9]{4,9}\.json"),
 }
 #: The names that ``page.object_name`` makes from keys, folded.

@@ -37,7 +37,8 @@ from hsx_dist.format.json_objects import (
     text,
 )
 from hsx_dist.format.markers import OBJECTS_OF_A_RUN
-from hsx_dist.store import ObjectInfo, Store
+from hsx_dist.format.own_objects import has_evidence, is_evidence, run_objects
+from hsx_dist.store import Store
 from hsx_dist.store.prefix import PrefixStore
 
 __all__ = [
@@ -51,15 +52,10 @@ __all__ = [
     "leftovers",
     "open_place",
     "read_run",
-    "run_objects",
     "start_run",
 ]
 
 RUN = "run.json"
-#: Names and folders of a version 1 run's objects, next to ``run.json``. Other files may exist there: see
-#: ``run_objects``.
-V1_OBJECTS = ("complete.json", "check.json")
-V1_FOLDERS = ("manifest/", "data/", "consumed/", "attempts/", "statistics/")
 _FORMATS = {"hsx-run/1": 1, "hsx-run/2": 2}
 _ID = re.compile(r"[0-9a-f]{16}")
 _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
@@ -199,7 +195,7 @@ def start_run(root: Store, info: Mapping[str, Any]) -> Place:
         raise RunError(
             f"{root.url}: expected an empty place or a run, got objects of a run ({left[0] or 'manifest/, data/'}) "
             f"without its description: a removal did not finish, or {RUN} was deleted. Choose another output. `hsx rm` "
-            "without --yes lists the objects, and with --yes finishes the removal"
+            "without --yes names the objects, and with --yes removes them"
         )
     found, number, _ = _look(root)
     body = dump_json({"format": "hsx-run/2", "id": secrets.token_hex(8), **info})
@@ -218,32 +214,39 @@ def leftovers(root: Store, *, removed_only: bool = False) -> list[str]:
     """The folders of other runs than that at ``root`` that still hold objects, with ``/`` at the end. For a run of
     version 1, the empty string.
 
-    Their removal did not finish, one of their processes wrote after it, or their description was deleted.
+    Their removal did not finish, one of their processes wrote after it, or their description was deleted. A folder
+    that no tombstone at this place names counts only if it has a receipt or a part, and no ``run.json``.
     ``removed_only``: only runs that a tombstone at this place names.
     """
     # List the folders before reading the description. A run's description is stored before any object in its folder,
     # so the folder of a run that starts now cannot be taken for a leftover.
     found = _run_folders(root)
-    if next(run_objects(root, ""), None) is not None:
-        found.append("")
+    if has_evidence(root, ""):
+        found[""] = True
+    place, number, mark = _look(root)
+    if mark is not None and mark.get("version") == 1 and next(run_objects(root, ""), None) is not None:
+        found.setdefault("", False)
+    if place is not None:
+        found.pop(f"{place.folder}/" if place.version > 1 else "", None)
     if not found:
         return []
-    place, number, _ = _look(root)
-    current = None if place is None else f"{place.folder}/" if place.version > 1 else ""
-    left = [f for f in found if f != current]
-    if not left or not removed_only:
-        return left
     marks = [_mark(_read(root, _pointer(n)) or {}) for n in range(1, number)]
     known = {_folder(mark) + "/" if mark.get("version") != 1 else "" for mark in marks if mark.get("id")}
-    return [f for f in left if f in known]
+    # A ``run.json`` in an unknown folder belongs to another place. Next to it there is no unknown run of version 1,
+    # because version 1 starts no run where it finds a description or a tombstone.
+    return [
+        folder
+        for folder, evidence in found.items()
+        if folder in known or (not removed_only and evidence and not _is_there(root, folder + RUN))
+    ]
 
 
-def run_objects(root: Store, folder: str) -> Iterator[ObjectInfo]:
-    """The run's objects in ``folder`` (empty: next to ``run.json``). Files with names that no run uses are skipped."""
-    for prefix in OBJECTS_OF_A_RUN:
-        for info in root.list(folder + prefix):
-            if OBJECTS_OF_A_RUN[prefix].fullmatch(info.name.removeprefix(folder)):
-                yield info
+def _is_there(root: Store, name: str) -> bool:
+    try:
+        root.head(name)
+    except NotFound:
+        return False
+    return True
 
 
 def bury(place: Place) -> None:
@@ -278,9 +281,9 @@ def is_description(name: str) -> bool:
     return _POINTER.fullmatch(name) is not None
 
 
-def _run_folders(root: Store) -> list[str]:
-    """The runs' folders that hold objects with a run's names."""
-    found: dict[str, None] = {}
+def _run_folders(root: Store) -> dict[str, bool]:
+    """The runs' folders that hold objects with a run's names → whether one is a receipt or a part."""
+    found: dict[str, bool] = {}
     after: str | None = ""
     # One listing for all folders, and one more for each folder with very many objects.
     while after is not None:
@@ -290,14 +293,15 @@ def _run_folders(root: Store) -> list[str]:
             if match is None:
                 continue
             folder, more = match[0], more + 1 if match[0] == folder else 0
-            if any(pattern.fullmatch(info.name.removeprefix(folder)) for pattern in OBJECTS_OF_A_RUN.values()):
-                found[folder] = None
+            name = info.name.removeprefix(folder)
+            if any(pattern.fullmatch(name) for pattern in OBJECTS_OF_A_RUN.values()):
+                found[folder] = found.get(folder, False) or is_evidence(name)
             if more == _LOOKED_AT:
-                if next(run_objects(root, folder), None) is not None:
-                    found[folder] = None
+                if not found.get(folder) and next(run_objects(root, folder), None) is not None:
+                    found[folder] = has_evidence(root, folder)
                 after = f"{folder[:-1]}0"  # sorts after all names in the folder: "0" is the character after "/"
                 break
-    return list(found)
+    return found
 
 
 def _look(root: Store) -> tuple[Place | None, int, dict[str, Any] | None]:

@@ -7,26 +7,22 @@ A removed run's objects are in a separate folder that no other run uses (``forma
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
-from hsx_dist.errors import Denied, NotFound
+from hsx_dist.errors import Denied
 from hsx_dist.format.names import parse_part_name
-from hsx_dist.format.place import (
-    V1_FOLDERS,
-    V1_OBJECTS,
-    Place,
-    bury,
-    close_place,
-    leftovers,
-    open_place,
-    run_objects,
-)
+from hsx_dist.format.own_objects import run_objects
+from hsx_dist.format.place import Place, bury, close_place, leftovers, open_place
 from hsx_dist.format.receipt_log import Log, list_logs, seal_logs
 from hsx_dist.format.runs import all_receipts
 from hsx_dist.reading.missing import removed_parts
 from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.base import Folders
+
+#: The folders of a version 1 run's objects, next to ``run.json``. Their other subfolders are not the run's.
+_V1_FOLDERS = "(attempts|data|statistics|manifest(/[^/]+){0,2}|consumed(/[^/]+)?)/(?=[^/]*$)"
 
 
 def unproven(place: Place, *, seal: bool) -> list[ObjectInfo]:
@@ -69,23 +65,23 @@ def unfinished(
 
 def own_unfinished(place: Place) -> Iterator[ObjectInfo]:
     """``unfinished`` files of this run and its place only. A folder of the place may contain another run."""
-    folders = (f"{place.folder}/",) if place.version > 1 else V1_FOLDERS
-    return _unfinished_of(place.root, folders)
+    return _unfinished_of(place.root, [f"{place.folder}/" if place.version > 1 else ""])
 
 
-def _unfinished_of(root: Store, folders: tuple[str, ...]) -> Iterator[ObjectInfo]:
-    """``unfinished`` files directly in ``root`` and in ``folders`` (names that end in ``/``).
+def _unfinished_of(root: Store, folders: list[str]) -> Iterator[ObjectInfo]:
+    """``unfinished`` files directly in ``root``, and of the runs in ``folders`` (empty: of version 1).
 
-    Ignores unreadable folders elsewhere, since they do not belong to the run.
+    Ignores unreadable folders elsewhere, since they do not belong to a run.
     """
+    own = re.compile("|".join((re.escape(folder) if folder else _V1_FOLDERS) for folder in folders) or "(?!)")
 
     def unreadable(folder: str) -> None:
-        if f"{folder}/".startswith(folders):
+        if own.match(f"{folder}/"):
             raise Denied(
                 f"list {root.url}/{folder}: expected a readable folder of the run, got no access. Make it readable"
             )
 
-    return (i for i in unfinished(root, unreadable=unreadable) if "/" not in i.name or i.name.startswith(folders))
+    return (i for i in unfinished(root, unreadable=unreadable) if "/" not in i.name or own.match(i.name))
 
 
 def left_behind(root: Store) -> Iterator[ObjectInfo]:
@@ -106,12 +102,10 @@ def remove_run(root: Store, place: Place | None, *, on_object: Callable[[str], N
     Raises:
         RunError: there is no run, and no remains of an unfinished removal.
     """
-    own: tuple[str, ...] = ()
-    names: list[str] = []
+    own: list[str] = []
     if place is not None:
         bury(place)
-        own = (f"{place.folder}/",) if place.version > 1 else ()
-        names = [name for name in V1_OBJECTS if place.version == 1 and _is_there(root, name)]
+        own = [f"{place.folder}/"] if place.version > 1 else []
     # Without a run here, this includes folders that no tombstone names: run_rm has listed them and checked for drivers.
     # A run of version 1 is included, as ``bury`` has replaced its run.json. Its folders may hold other files too.
     left = leftovers(root, removed_only=place is not None)
@@ -119,12 +113,10 @@ def remove_run(root: Store, place: Place | None, *, on_object: Callable[[str], N
         open_place(root)  # raises RunError
     if place is None and "" in left:
         close_place(root)
-    folders = (*own, *chain(*((folder,) if folder else V1_FOLDERS for folder in left)))
     found = chain(
-        names,
         (info.name for folder in own for info in root.list(folder)),
         (info.name for folder in left for info in run_objects(root, folder)),
-        (info.name for info in _unfinished_of(root, folders)),
+        (info.name for info in _unfinished_of(root, [*own, *left])),
     )
     removed = 0
     for name in found:
@@ -132,11 +124,3 @@ def remove_run(root: Store, place: Place | None, *, on_object: Callable[[str], N
         on_object(name)
         removed += 1
     return removed
-
-
-def _is_there(root: Store, name: str) -> bool:
-    try:
-        root.head(name)
-    except NotFound:
-        return False
-    return True

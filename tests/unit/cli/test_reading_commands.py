@@ -24,7 +24,8 @@ from hsx_dist.format.runs import beat, take_attempt
 from hsx_dist.reading import Run, Sample
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.liveness import require_dead
-from hsx_dist.reading.missing import removal_mark
+from hsx_dist.reading.missing import mark_of, removal_mark
+from hsx_dist.reading.statistics import compute_statistics, store_statistics
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
@@ -280,13 +281,24 @@ def test_rm_removes_the_run_and_nothing_else(store: Store, capsys: pytest.Captur
 def test_rm_of_a_run_of_version_1_leaves_other_files_in_its_folders(tmp_path: Path, interrupted: bool) -> None:
     root = open_store(str(tmp_path / "old"))
     store_run(root, SAMPLES, version=1)
-    root.put("complete.json", [b"{}"])
-    root.put("consumed/part-0001-w-000001.safetensors/train.json", [b"{}"])
+    part = "data/part-0001-w-000001.safetensors"
+    root.put("consumed/part-0001-w-000001.safetensors/train.json", [mark_of(part)])
+    run = open_run(root.url)
+    store_statistics(run, compute_statistics(run, [SAMPLES[0].layer_ids[0]]))
+    stored = {"check.json": ("attempt", "wanted", "samples", "dtype", "passed", "layers")}
+    stored["complete.json"] = ("format", "attempt", "created", "manifest", "counts", "summary")
+    for name, members in stored.items():
+        root.put(name, [json.dumps(dict.fromkeys(members)).encode()])
     unfinished = tmp_path / "old" / "data" / ".hsx-unfinished-0123"
     unfinished.write_bytes(b"half")
     mine = {"data/train.jsonl", "data/parts/part-1.txt", "report/thesis.tex", "manifest/index.html", "attempts/1.json"}
+    mine |= {"statistics/2024.json", "attempts/0007.json", "attempts/0008.closed.json"}
+    mine |= {"consumed/part-x.safetensors/a.json"}
     for name in mine:
-        root.put(name, [b"x"])
+        root.put(name, [b'{"part": "of another program", "by": "me"}'])
+    of_another_run = tmp_path / "old" / "data" / "run" / ".hsx-unfinished-0123"
+    of_another_run.parent.mkdir()
+    of_another_run.touch()
 
     class Killed(Exception):
         pass
@@ -299,7 +311,37 @@ def test_rm_of_a_run_of_version_1_leaves_other_files_in_its_folders(tmp_path: Pa
         remove_run(root, open_place(root), on_object=kill)
     assert hsx("rm", root.url, "--yes") == (0 if interrupted else 2)
     assert names(root) == mine | {"run.json"}
+    assert of_another_run.exists()
     assert not unfinished.exists()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_rm_and_gc_delete_no_files_of_another_program_with_a_runs_names(
+    tmp_path: Path, version: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = open_store(str(tmp_path))
+    mine = {"check.json", "statistics/2024.json", "attempts/0001.json"}
+
+    def write_mine() -> None:
+        for name in mine:
+            root.put(name, [b'{"mine": true}'])
+
+    write_mine()
+    assert hsx("rm", root.url, "--yes") == 2
+    for name in mine:
+        root.delete(name)
+    store_run(root, SAMPLES, version=version)
+    if version == 2:
+        write_mine()
+    assert hsx("rm", root.url, "--yes") == 0
+    write_mine()
+    assert hsx("rm", root.url, "--yes") == 2
+    store_run(root, SAMPLES)
+    (left,) = {name for name in names(root) if name.startswith("run.")} - {"run.json"}
+    assert hsx("gc", root.url, "--delete") == 0
+    assert hsx("rm", root.url, "--yes") == 0
+    assert names(root) == mine | {"run.json", left}
+    assert "objects that do not belong to the run stay, such as attempts/0001.json" in capsys.readouterr().out
 
 
 def test_an_interrupted_rm_can_be_repeated(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,7 +357,8 @@ def test_an_interrupted_rm_can_be_repeated(store: Store, capsys: pytest.CaptureF
         store_run(store, SAMPLES)
     assert hsx("gc", store.url, "--delete") == 2
     assert hsx("rm", store.url) == 0
-    assert "objects in run-" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert {name for name in names(store) if name in shown} == names(store) - {"run.json"}
     assert hsx("rm", store.url, "--yes") == 0
     assert names(store) == {"run.json"}
     store_run(store, SAMPLES)

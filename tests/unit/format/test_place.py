@@ -11,8 +11,10 @@ import pytest
 
 from hsx_dist.errors import FormatError, RunError
 from hsx_dist.format.place import RUN, Place, bury, close_place, find_place, leftovers, open_place, start_run
+from hsx_dist.format.runs import take_attempt
 from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.local import LocalStore
+from hsx_dist.store.prefix import PrefixStore
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import write_v1_run
 
@@ -101,7 +103,8 @@ def test_a_driver_refuses_to_start_in_a_folder_with_leftovers(root: LocalStore) 
 
 
 @pytest.mark.parametrize(
-    "name", ["manifest/0001/w/000001.json", "attempts/0001.json", "data/part-0001-w-000001.safetensors"]
+    "name",
+    ["manifest/0001/w/000001.json", "manifest/compacted-0001.jsonl.zst", "data/part-0001-w-000001.safetensors"],
 )
 def test_leftovers_of_version_1_are_not_an_empty_folder(root: LocalStore, name: str) -> None:
     root.put(name, [b"x"])
@@ -126,6 +129,9 @@ def test_a_run_of_version_1_is_stored_next_to_its_description(root: LocalStore) 
 def test_other_files_at_the_place_are_no_leftovers(root: LocalStore) -> None:
     names = ["data/mine.txt", "running/x", "run-notes/x", "run-abc", "README", "run-20261123/run.json"]
     names += ["manifest/train.csv", "attempts/notes.txt", "data/part-00000-abc.snappy.parquet"]
+    # Other programs also use a run's names.
+    names += ["check.json", "complete.json", "statistics/2024.json", "attempts/0001.json", "attempts/0001.closed.json"]
+    names += [f"run-{7:016x}/{name}" for name in ("check.json", "statistics/2024.json", "attempts/0001.json")]
     names += ["run-0123456789abcdef/notes.txt", "run-0123456789abcdef/run-fedcba9876543210/attempts/0001.json"]
     for name in names:
         root.put(name, [b"x"])
@@ -135,9 +141,35 @@ def test_other_files_at_the_place_are_no_leftovers(root: LocalStore) -> None:
 
 def test_a_folder_that_no_tombstone_names_is_not_garbage(root: LocalStore) -> None:
     """Its description may have been deleted by mistake."""
-    root.put("run-0123456789abcdef/attempts/0001.json", [b"x"])
+    root.put("run-0123456789abcdef/data/part-0001-w-000001.safetensors", [b"x"])
     assert leftovers(root) == ["run-0123456789abcdef/"]
     assert leftovers(root, removed_only=True) == []
+
+
+def test_a_version_1_run_in_a_folder_of_the_place_is_no_leftover(root: LocalStore) -> None:
+    """Its folder may be named like a run's."""
+    inner = PrefixStore(root, f"run-{7:016x}")
+    write_v1_run(inner, {})
+    inner.put("data/part-0001-w-000001.safetensors", [b"x"])
+    assert leftovers(root) == []
+    bury(start_run(root, {}))
+    assert leftovers(root) == []
+
+
+def test_where_a_run_of_version_2_was_removed_no_run_of_version_1_is_left(root: LocalStore) -> None:
+    bury(start_run(root, {}))
+    root.put("data/part-0001-w-000001.safetensors", [b"x"])
+    assert leftovers(root) == []
+
+
+def test_the_removal_of_a_version_1_run_without_receipts_continues(root: LocalStore) -> None:
+    write_v1_run(root, {})
+    take_attempt(root, {})
+    bury(open_place(root))
+    assert leftovers(root, removed_only=True) == leftovers(root) == [""]
+    root.delete("attempts/0001.json")
+    root.put("attempts/0001.json", [b'{"attempt": "of another program"}'])
+    assert leftovers(root) == []
 
 
 class Counting(MemoryStore):
@@ -152,13 +184,13 @@ class Counting(MemoryStore):
             yield info
 
 
-@pytest.mark.parametrize("name", ["data/x", "attempts/0001.json"])
+@pytest.mark.parametrize("name", ["data/x", "data/part-0001-w-000001.safetensors"])
 def test_many_folders_are_listed_with_one_request(name: str) -> None:
     root = Counting()
     folders = [f"run-{i:016x}/" for i in range(300)]
     for folder in folders:
         root.put(folder + name, [b"x"])
-    assert leftovers(root) == (folders if name == "attempts/0001.json" else [])
+    assert leftovers(root) == (folders if name != "data/x" else [])
     assert root.lists < 10
 
 
@@ -168,7 +200,7 @@ def test_a_folder_that_holds_much_is_passed_over() -> None:
         root.put(f"run-{1:016x}/data/a{i}", [b"x"])
         root.put(f"run-{2:016x}/attempts/x{i}", [b"x"])
     root.put(f"run-{1:016x}/data/part-0001-w-000001.safetensors", [b"x"])
-    root.put(f"run-{3:016x}/attempts/0001.json", [b"x"])
+    root.put(f"run-{3:016x}/data/part-0001-w-000001.safetensors", [b"x"])
     assert leftovers(root) == [f"run-{1:016x}/", f"run-{3:016x}/"]
     assert root.given < 8000  # 5000 of them are requested by name
 
