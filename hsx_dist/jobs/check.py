@@ -273,18 +273,17 @@ def final_norm(model: Any) -> Any | None:
 
 
 def print_errors(errors: list[LayerError], dtype: str, samples: int, console: Console) -> None:
-    table = Table(title=f"{samples} samples against transformers ({dtype})", title_justify="left")
+    table = Table(title=f"Relative error of {samples} samples against transformers ({dtype})", title_justify="left")
     points = {e.point for e in errors} != {HIDDEN_STATES}
-    for column in (*(("point",) if points else ()), "layer", "relative error", "worst row", "limit", ""):
+    for column in (*(("point",) if points else ()), "layer", "all rows", "worst row", ""):
         table.add_column(column)
     for e in errors:
-        figure, limit = e.limit(dtype)
+        judged, limit = e.limit(dtype)
+        shown = {judged: f"limit {limit:g}"}  # the other figure is for information
         table.add_row(
             *((e.point,) if points else ()),
             f"{e.layer_id}{' after the final norm' if e.after_norm else ''}",
-            f"{e.norm:.2e}",
-            f"{e.worst_row:.2e}",
-            f"{limit:g} ({'relative error' if figure == 'norm' else 'worst row'})",
+            *(f"{getattr(e, figure):.2e} ({shown.get(figure, 'no limit')})" for figure in ("norm", "worst_row")),
             "ok" if e.passed(dtype) else "unclear" if e.unclear(dtype) else "MISMATCH",
         )
     console.print(table)

@@ -61,6 +61,21 @@ def test_samples_that_consumers_removed_are_not_compared(
         assert CHECK not in {info.name for info in place.store.list("")}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shown"),
+    [
+        ("bfloat16", ["1.00e-02 (limit 0.05)", "9.00e-02 (no limit)"]),
+        ("float32", ["1.00e-02 (no limit)", "9.00e-02 (limit 0.001)"]),
+    ],
+)
+def test_the_table_shows_a_limit_only_at_the_figure_that_it_limits(dtype: str, shown: list[str]) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    check.print_errors([check.LayerError(2, False, 1e-2, 9e-2)], dtype, 3, console)
+    printed = console.file.getvalue()
+    assert all(text in printed for text in shown)
+    assert ("MISMATCH" in printed) is (dtype == "float32")
+
+
 @pytest.mark.parametrize(("unknown", "passed", "shown"), [(True, True, "unclear"), (False, False, "MISMATCH")])
 def test_an_error_that_unknown_experts_explain_does_not_fail_a_job(
     unknown: bool, passed: bool, shown: str, monkeypatch: pytest.MonkeyPatch
