@@ -8,7 +8,6 @@ rows).
 from __future__ import annotations
 
 import gzip
-import io
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -71,11 +70,11 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
                         text = source.format == "text"
                         batches = _grouped((n, x) for n, x in items if not text or x is None or x.strip())
                     else:
-                        stored += file.seek(0, io.SEEK_END)
-                        file.seek(0)
+                        table = StoreFile(file, found.stored_bytes(path))
+                        stored += table.stored
                         left = max(FREE_ROWS, MOST_ROWS * stored) - at
                         most = most_cost(found.max_row_bytes)
-                        batches = read_columns(StoreFile(file), source.format, columns, needed, shown, most, left, at)
+                        batches = read_columns(table, source.format, columns, needed, shown, most, left, at)
                     for batch in batches:
                         number = batch[-1][0]
                         yield RecordBatch(source.label, source.format, shown, batch)

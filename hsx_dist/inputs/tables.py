@@ -22,6 +22,9 @@ BATCH_ROWS = 256
 _DECODED_BYTES = 64 << 20
 #: Rows that a batch may have without bytes. Each further row must take at least a bit of one requested column.
 _FREE_ROWS = 1024
+#: How often Arrow may read the bytes of a file, and bytes beyond it. It reads the footer or the schema a few times, all
+#: other bytes at most once, unless the footer names them several times.
+_MOST_READS, _FREE_READ = 4, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,18 @@ class StoreFailed(Exception):
 
 
 class StoreFile(io.RawIOBase):
-    """A file that Arrow reads. Errors of the file system become ``StoreFailed``, so that they differ from Arrow's."""
+    """A file that Arrow reads. Errors of the file system become ``StoreFailed``, so that they differ from Arrow's.
 
-    def __init__(self, file: IO[bytes]) -> None:
+    ``stored``: the file's bytes in the store, which are fewer than its own in a zip file. None: its own.
+    """
+
+    def __init__(self, file: IO[bytes], stored: int | None = None) -> None:
         super().__init__()
         self._file = file
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        self.size, self.stored = size, size if stored is None else min(size, stored)
+        self._left = _FREE_READ + _MOST_READS * size
 
     def readable(self) -> bool:
         return True
@@ -60,11 +70,18 @@ class StoreFile(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:  # type: ignore[override]
         try:
-            return self._file.read(size)
+            data = self._file.read(size)
         except MemoryError:
             raise
         except Exception as e:  # noqa: BLE001 (as in read_batches)
             raise StoreFailed(e) from None
+        self._left -= len(data)
+        if self._left < 0:
+            raise FormatError(
+                f"expected parts that do not overlap, got a file of {self.size} bytes that names the same bytes many "
+                "times. Write or copy the file again"
+            )
+        return data
 
 
 def require_pyarrow() -> None:
@@ -85,12 +102,11 @@ def read_columns(
     require_pyarrow()
     import pyarrow as pa
 
-    stored = file.seek(0, io.SEEK_END)
-    file.seek(0)
-    cost_left = most_cost(max(FREE_BYTES, MAX_EXPANSION * stored))
+    most_decoded = max(FREE_BYTES, MAX_EXPANSION * file.stored)
+    cost_left = most_cost(most_decoded)
     try:
-        batches = _parquet(file, columns, needed, shown) if form == "parquet" else _arrow(file, columns, needed, shown)
-        for batch in batches:
+        batches = _parquet if form == "parquet" else _arrow
+        for batch in batches(file, columns, needed, shown, most_decoded):
             refuse_json(batch.schema)
             if batch.num_rows > _FREE_ROWS + 8 * batch.nbytes:
                 raise FormatError(
@@ -107,10 +123,7 @@ def read_columns(
                 for rows, cost in _rows(with_uuids_as_text(batch.slice(start, BATCH_ROWS)), most):
                     cost_left -= cost
                     if cost_left < 0:
-                        raise FormatError(
-                            f"expected at most {MAX_EXPANSION} bytes for each stored byte, got more beyond "
-                            f"{FREE_BYTES}. Write the rows without repetition"
-                        )
+                        raise _too_much()
                     yield list(enumerate(rows, at))
                     at += len(rows)
     except StoreFailed as e:
@@ -140,25 +153,50 @@ def _rows(batch: Any, most: int) -> Iterator[tuple[list[Any], int]]:
         yield from _rows(batch.slice(half), most)
 
 
+def _too_much() -> FormatError:
+    return FormatError(
+        f"expected at most {MAX_EXPANSION} bytes for each stored byte, got more beyond {FREE_BYTES}. Write the rows "
+        "without repetition"
+    )
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-def _checked(batch: Any) -> Any:
-    """Return a record batch after checking its offsets and lengths, which Arrow does not check when it reads a file.
+def _check(column: Any) -> None:
+    """Check a column's offsets and lengths, which Arrow does not check when it reads a file.
 
     Accepts text that is not UTF-8: only the row with this text is refused, later.
     """
     import pyarrow as pa
 
     try:
-        batch.validate(full=True)
+        column.validate(full=True)
     except pa.ArrowInvalid as e:
         if "Invalid UTF8" not in str(e):
             raise
-        for column in batch.columns:
-            column.view(_as_bytes(column.type)).validate(full=True)
-    return batch
+        column.view(_as_bytes(column.type)).validate(full=True)
+
+
+def _new_part(column: Any, known: dict[str, Any], name: str) -> Any:
+    """Return a column of an Arrow batch to check and count: without its dictionary if that is the one in ``known``.
+
+    All batches of a file share a dictionary, and each check reads the whole dictionary.
+    """
+    import pyarrow as pa
+
+    if not pa.types.is_dictionary(column.type):
+        return column
+    before, known[name] = known.get(name), column.dictionary
+    if before is None or _memory(before) != _memory(known[name]):
+        return column
+    return pa.DictionaryArray.from_arrays(column.indices, pa.nulls(len(before)), safe=False)
+
+
+def _memory(values: Any) -> tuple[int, list[tuple[int, int] | None]]:
+    """Return an array's length, and where its buffers are: equal for two arrays only if they are the same."""
+    return len(values), [None if buffer is None else (buffer.address, buffer.size) for buffer in values.buffers()]
 
 
 def _as_bytes(kind: Any) -> Any:
@@ -184,20 +222,29 @@ def _as_bytes(kind: Any) -> Any:
     return kind
 
 
-def _parquet(file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
+def _parquet(
+    file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown: str, most_decoded: int
+) -> Iterator[Any]:
     parquet = open_parquet(file)
     chosen = _chosen(parquet.schema_arrow.names, columns, needed, shown)
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
     _require_counts(parquet.metadata, groups, chosen, shown)
+    _require_sizes(parquet.metadata, groups, chosen, file.size, most_decoded)
     row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
     rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
     return parquet.iter_batches(batch_size=rows, columns=chosen)  # type: ignore[no-any-return]
 
 
+def _leaves(metadata: Any, columns: Sequence[str]) -> dict[int, Any]:
+    """Return the schema of each stored column that belongs to one of ``columns``, by its number."""
+    schema = ((i, metadata.schema.column(i)) for i in range(metadata.num_columns))
+    begins = tuple(f"{name}." for name in columns)  # a name may have a dot, too
+    return {i: leaf for i, leaf in schema if f"{leaf.path}.".startswith(begins)}
+
+
 def _require_counts(metadata: Any, groups: Sequence[Any], columns: Sequence[str], shown: str) -> None:
     """Raise FormatError unless a footer's counts agree: Arrow reads as many rows of a group as its count says."""
-    schema = [metadata.schema.column(i) for i in range(metadata.num_columns)]
-    flat = [i for i, c in enumerate(schema) if c.max_repetition_level == 0 and c.path.split(".")[0] in columns]
+    flat = [i for i, leaf in _leaves(metadata, columns).items() if leaf.max_repetition_level == 0]
     agree = all(group.column(i).num_values == group.num_rows for group in groups for i in flat)
     if not agree or sum(group.num_rows for group in groups) != metadata.num_rows:
         raise FormatError(
@@ -206,9 +253,36 @@ def _require_counts(metadata: Any, groups: Sequence[Any], columns: Sequence[str]
         )
 
 
-def _arrow(file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
+def _require_sizes(metadata: Any, groups: Sequence[Any], columns: Sequence[str], size: int, most_decoded: int) -> None:
+    """Raise FormatError if a footer's column chunks overlap, or decode to more than ``most_decoded`` bytes.
+
+    Arrow reads as many bytes of a chunk as the footer says, and decodes each of its pages, however few the rows need.
+    """
+    leaves = _leaves(metadata, columns)
+    chunks = [group.column(i) for group in groups for i in leaves]
+    if sum(max(chunk.total_compressed_size, 0) for chunk in chunks) > size:
+        raise FormatError(
+            f"expected column chunks of at most {size} bytes, the file's size, got more: they overlap. Write or copy "
+            "the file again"
+        )
+    if sum(max(chunk.total_uncompressed_size, 0) for chunk in chunks) > most_decoded:
+        raise _too_much()
+
+
+def _arrow(
+    file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown: str, most_decoded: int
+) -> Iterator[Any]:
     schema, read = open_arrow(file)
-    return map(_checked, read(_chosen(schema.names, columns, needed, shown)))
+    known: dict[str, Any] = {}
+    for batch in read(_chosen(schema.names, columns, needed, shown)):
+        batch.validate()
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            part = _new_part(column, known, name)
+            _check(part)
+            most_decoded -= part.get_total_buffer_size()  # all that was decoded, also what no row uses
+        if most_decoded < 0:
+            raise _too_much()
+        yield batch
 
 
 def _chosen(there: list[str], columns: Sequence[str], needed: Sequence[str], shown: str) -> list[str]:

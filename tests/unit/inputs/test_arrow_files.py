@@ -22,7 +22,6 @@ from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError
 from hsx_dist.inputs.arrow_files import open_arrow
 from hsx_dist.inputs.rows import Row, read_rows
-from hsx_dist.inputs.tables import StoreFile
 
 OWN = "hsx.test.unpickles"
 #: Ray Data's types whose metadata Ray unpickles if an environment variable is set, and its type whose values are
@@ -371,8 +370,8 @@ def test_the_last_of_many_types_is_found_among_the_buffers(tmp_path: Path) -> No
         for compression in (None, "zstd"):
             path = write(tmp_path, pa.table(columns), compression=compression)
             data = path.read_bytes()
-            with path.open("rb") as file:
-                schema, read = open_arrow(StoreFile(file))
+            with path.open("rb", buffering=0) as file:
+                schema, read = open_arrow(file)
                 assert schema.names == list(columns)
                 for name, column in columns.items():
                     assert [b.column(0).to_pylist() for b in read([name])] == [column.to_pylist()], name

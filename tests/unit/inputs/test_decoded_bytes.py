@@ -1,0 +1,149 @@
+"""Tables that decode to more bytes than their rows use, or name the same bytes several times."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import FormatError
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs import tables
+from hsx_dist.inputs.rows import Row, read_rows
+
+pytestmark = pytest.mark.usefixtures("in_process")
+_BLOCK = struct.Struct("<qi4xq")  # of an Arrow file's footer: offset, bytes of metadata, bytes of buffers
+_WRITERS = {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}
+
+
+@pytest.fixture
+def mebibyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file may decode to 1 MiB, also a small one."""
+    monkeypatch.setattr(tables, "FREE_BYTES", 1 << 20)
+
+
+def _write(path: Path, batches: list[Any], form: str = "file", **options: Any) -> None:
+    with _WRITERS[form](path, batches[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+
+
+def _read(path: Path | str, **settings: Any) -> list[Row | RowFate]:
+    return list(read_rows(InputConfig(path=str(path), id=None, **settings)))
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("form", _WRITERS)
+@pytest.mark.usefixtures("mebibyte")
+def test_bytes_that_no_row_uses_are_counted(tmp_path: Path, form: str, rows: int) -> None:
+    path, written = tmp_path / "a.arrow", 77
+    batch = pa.record_batch({"text": ["a" * (1 << 16)] * written})
+    _write(path, [batch], form, compression="zstd")
+    data = path.read_bytes()
+    assert data.count(struct.pack("<q", written)) == 2  # the lengths of the batch and of its column
+    path.write_bytes(data.replace(struct.pack("<q", written), struct.pack("<q", rows)))
+    with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
+        _read(path)
+
+
+def test_a_footer_that_names_a_batch_many_times_is_refused(tmp_path: Path) -> None:
+    path, count = tmp_path / "a.arrow", 21
+    large = pa.record_batch({"text": ["".join(random.Random(1).choices("abcdefgh", k=100_000))]})
+    _write(path, [large] + [pa.record_batch({"text": ["b"]})] * (count - 1))
+    assert len(_read(path)) == count
+    data = bytearray(path.read_bytes())
+    footer = len(data) - 10 - struct.unpack("<i", data[-10:-6])[0]
+    at = data.index(struct.pack("<I", count), footer) + 4
+    first = data[at : at + _BLOCK.size]
+    assert 0 < _BLOCK.unpack(first)[0] < 1000
+    data[at : at + count * _BLOCK.size] = first * count
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match="expected parts that do not overlap"):
+        _read(path)
+
+
+def _named(path: Path, times: int) -> None:
+    """Let a Parquet file's footer name its row groups ``times`` times."""
+    found, one, footer = pq.read_metadata(path), pq.read_metadata(path), io.BytesIO()
+    for _ in range(times - 1):
+        found.append_row_groups(one)
+    found.write_metadata_file(footer)
+    data = path.read_bytes()
+    old = struct.unpack("<I", data[-8:-4])[0]
+    path.write_bytes(data[: -8 - old] + footer.getvalue()[4:])
+
+
+def test_a_footer_that_names_a_column_chunk_many_times_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["".join(random.Random(1).choices("abcdefgh", k=100_000))]}), path)
+    _named(path, 1)
+    assert len(_read(path)) == 1
+    _named(path, 3)
+    with pytest.raises(FormatError, match="they overlap"):
+        _read(path)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+@pytest.mark.usefixtures("mebibyte")
+def test_bytes_of_refused_rows_are_counted(tmp_path: Path, ending: str) -> None:
+    path, text = tmp_path / f"a.{ending}", ["a" * (3 << 20)]
+    if ending == "parquet":
+        pq.write_table(pa.table({"text": text}), path, compression="zstd", use_dictionary=False)
+    else:
+        _write(path, [pa.record_batch({"text": text})], compression="zstd")
+    with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
+        _read(path, max_row_bytes="1MiB")
+
+
+@pytest.mark.usefixtures("mebibyte")
+def test_a_table_in_a_zip_file_is_compared_with_its_bytes_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "MAX_EXPANSION", 100)
+    _write(tmp_path / "a.arrow", [pa.record_batch({"text": ["a" * (3 << 20)]})])
+    assert len(_read(tmp_path / "a.arrow")) == 1
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        file.write(tmp_path / "a.arrow", "a.arrow")
+    with pytest.raises(FormatError, match="at most 100 bytes for each stored byte"):
+        _read(f"zip://a.arrow::{tmp_path}/a.zip")
+
+
+def _encoded(places: list[int], texts: list[str]) -> Any:
+    return pa.record_batch({"text": pa.DictionaryArray.from_arrays(pa.array(places), pa.array(texts), safe=False)})
+
+
+@pytest.mark.parametrize("form", _WRITERS)
+@pytest.mark.usefixtures("mebibyte")
+def test_a_dictionary_of_many_batches_is_counted_once(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "MAX_EXPANSION", 1)
+    texts = [chr(97 + i % 26) * 10_000 for i in range(60)]
+    _write(tmp_path / "a.arrow", [_encoded([i], texts) for i in range(10)], form, compression="zstd")
+    rows = _read(tmp_path / "a.arrow")
+    assert [row.text for row in rows if isinstance(row, Row)] == texts[:10]
+
+
+@pytest.mark.usefixtures("mebibyte")
+def test_every_dictionary_that_replaces_another_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MAX_EXPANSION", 1)
+    batches = [_encoded([0], [chr(97 + i) * 10_000] * 60) for i in range(10)]
+    _write(tmp_path / "a.arrow", batches, "stream", compression="zstd")
+    with pytest.raises(FormatError, match="for each stored byte"):
+        _read(tmp_path / "a.arrow")
+
+
+@pytest.mark.parametrize("place", [2, -1, 1 << 40])
+def test_a_wrong_place_in_a_dictionary_is_refused_in_every_batch(tmp_path: Path, place: int) -> None:
+    for before in (0, 2):
+        _write(tmp_path / "a.arrow", [_encoded([0, 1], ["a", "b"])] * before + [_encoded([place], ["a", "b"])])
+        with pytest.raises(FormatError, match="to be a whole arrow file"):
+            _read(tmp_path / "a.arrow")
