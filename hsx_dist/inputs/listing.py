@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.zip import ZipFileSystem
 from fsspec.utils import glob_translate
 
 from hsx_dist.config import InputConfig, public_url
@@ -39,6 +40,33 @@ _REFUSED = re.compile(rf"({'|'.join(map(re.escape, ARCHIVES))})$", re.IGNORECASE
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
+class _ZipFolders:
+    """A ``ZipFileSystem`` whose folders are found once: its own ``ls`` goes over all members of the file each time."""
+
+    def __init__(self, fs: ZipFileSystem) -> None:
+        self._fs = fs
+        #: The members of each folder. A name that is a file and a folder is there twice.
+        self._members = defaultdict[str, list[dict[str, str]]](list)
+        seen = set[tuple[str, str]]()
+        for member in fs.zip.infolist():
+            name, kind = member.filename.rstrip("/"), "directory" if member.is_dir() else "file"
+            while name and (name, kind) not in seen:
+                seen.add((name, kind))
+                folder = name.rpartition("/")[0].rstrip("/")
+                self._members[folder].append({"name": name, "type": kind})
+                name, kind = folder, "directory"  # a zip file need not name its folders
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fs, name)
+
+    def ls(self, folder: str, **_: Any) -> list[dict[str, str]]:
+        """Return the members of a folder. Raises FileNotFoundError if there is no such folder."""
+        members = self._members.get(folder.rstrip("/"), [])
+        if folder and not members:
+            self._fs.info(folder)
+        return members
+
+
 def find_input(config: InputConfig) -> Input:
     """Return the files of ``config.path``, ordered by name. Reads only names, and a saved data set's list of files.
 
@@ -53,6 +81,8 @@ def find_input(config: InputConfig) -> Input:
 
 def _find(config: InputConfig, shown: str) -> Input:
     fs, path = file_system(config, shown)
+    if isinstance(fs, ZipFileSystem):
+        fs = _ZipFolders(fs)
     fs.invalidate_cache()  # files may have grown or been added since an earlier call in this process
     try:
         # First without globbing: * and [ may be letters of a name, and ? begins the query of an http URL.

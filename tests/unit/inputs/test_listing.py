@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import zipfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import zstandard
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.zip import ZipFileSystem
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.inputs import listing, sources
@@ -179,3 +181,72 @@ def test_a_saved_data_set_below_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"got a saved data set with .*one/state\.json"):
         read(tmp_path / "d")
     assert keys(tmp_path / "d" / "*") == ["one:00000000"]
+
+
+def _zipped(folder: Path, *, folders: bool) -> str:
+    """Write a folder's files into a zip file, and its folders if ``folders``. Return the file's path."""
+    path = f"{folder}.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        for found in sorted(folder.rglob("*")):
+            if folders or found.is_file():
+                file.write(found, found.relative_to(folder))
+    return path
+
+
+@pytest.mark.parametrize("folders", [True, False])
+@pytest.mark.usefixtures("in_process")
+def test_a_zip_file_is_listed_as_its_folder(tmp_path: Path, folders: bool) -> None:
+    for name in ("b", "a/x", "a/c/y", "a-d/z", "a/_tmp/n"):
+        lines(tmp_path / "in" / f"{name}.jsonl", name)
+    (tmp_path / "in" / "empty").mkdir()
+    saved(tmp_path / "sets" / "one", table("a"))
+    saved(tmp_path / "sets" / "two", table("b", "c"))
+    path, sets = (_zipped(tmp_path / name, folders=folders) for name in ("in", "sets"))
+    for pattern in ("", "**/*.jsonl", "*.jsonl", "*/*.jsonl", "a/**", "a", "a/", "[ab]*/*/*.jsonl"):
+        assert keys(f"zip://{pattern}::{path}") == keys(f"{tmp_path}/in/{pattern}"), pattern
+    assert (
+        keys(f"zip://*::{sets}")
+        == keys(tmp_path / "sets" / "*")
+        == [f"{k}:{0:08}" for k in ("one", "two")] + ["two:00000001"]
+    )
+    with pytest.raises(ConfigError, match="got no such file"):
+        read(f"zip://other/*.jsonl::{path}")
+    with pytest.raises(ConfigError, match="got the folder a"):
+        read(f"zip://*::{path}")
+
+
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "*", ""])
+@pytest.mark.usefixtures("in_process")
+def test_the_members_of_a_zip_file_are_not_listed_for_each_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    """fsspec goes over all members at each call. Some thousand folders would take minutes."""
+    listed = []
+    of_fsspec, of_zip = ZipFileSystem.ls, zipfile.ZipFile.infolist
+    monkeypatch.setattr(ZipFileSystem, "ls", lambda *args, **kwargs: listed.append(0) or of_fsspec(*args, **kwargs))
+    monkeypatch.setattr(zipfile.ZipFile, "infolist", lambda file: listed.append(0) or of_zip(file))
+    for i in range(20):
+        if pattern == "*":
+            saved(tmp_path / "in" / f"{i:02}", table("a"))
+        else:
+            lines(tmp_path / "in" / f"{i:02}" / "x.jsonl", "a")
+    assert len(keys(f"zip://{pattern}::{_zipped(tmp_path / 'in', folders=True)}")) == 20
+    assert len(listed) <= 2
+
+
+@pytest.mark.usefixtures("in_process")
+def test_no_member_of_a_zip_file_is_left_out_because_of_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.zip"
+    for names, expected in {
+        ("a//x.jsonl", "a//b/y.jsonl"): ["a//b/y:00000000", "a//x:00000000"],
+        ("x.jsonl", "x.jsonl/y.jsonl"): "two keys x.jsonl",
+        ("d/x.jsonl", "/d/y.jsonl"): "expected a readable input",
+    }.items():
+        with zipfile.ZipFile(path, "w") as file:
+            for name in names:
+                file.writestr(name, '{"text": "a"}\n')
+        if isinstance(expected, list):
+            assert keys(f"zip://::{path}") == expected
+        else:
+            with pytest.raises(ConfigError, match=expected):
+                read(f"zip://::{path}")
