@@ -15,8 +15,10 @@ from hsx_dist.format.json_objects import check_containers, check_depth, json_dec
 MOST_CONTAINERS = 100_000
 #: The most members of a description. Readers know six, and ignore others.
 MOST_MEMBERS = 1_000
-#: Characters that cannot hold as many. Nearly all segments are shorter.
-_WINDOW = 1 << 16
+#: Characters that cannot hold as many.
+_UNCHECKED = 1 << 16
+#: Characters that are decoded first. Most segments are shorter, and a longer copy for each of them would take seconds.
+_WINDOW = 1 << 10
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 _Decode = Callable[..., tuple[Any, int]]
@@ -106,15 +108,15 @@ def _decode_checked(decode: _Decode, text: str, at: int) -> tuple[Any, int]:
     window = _WINDOW
     while window < len(text) - at:
         begin = text[at : at + window]
-        if window > _WINDOW:
+        if window > _UNCHECKED:
             check_containers(begin.encode("utf-8", "surrogatepass"), MOST_CONTAINERS, "the description")
         try:
             value, size = decode(begin)
         except ValueError:  # longer, or no JSON
-            window *= 16
+            window *= 4
         else:
             return value, at + size
-    if window > _WINDOW:
+    if window > _UNCHECKED:
         check_containers(text[at:].encode("utf-8", "surrogatepass"), MOST_CONTAINERS, "the description")
     return decode(text, at)
 

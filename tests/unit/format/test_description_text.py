@@ -8,10 +8,12 @@ import struct
 import time
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hsx_dist.errors import FormatError
+from hsx_dist.format import description_text
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.codecs import SplitCodec
 from hsx_dist.format.container import Part, SegmentEncoder, build_part
@@ -144,3 +146,20 @@ def test_a_description_has_a_bounded_number_of_members() -> None:
     members.append('"more":0')
     with pytest.raises(FormatError, match=f"at most {MOST_MEMBERS} members"):
         parse_description(f"{{{','.join(members)}}}")
+
+
+@pytest.mark.parametrize("size", [1, 5_000, 70_000, 300_000])
+def test_a_checked_segment_copies_few_times_its_characters(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header of some MiB may have a million segments of three characters."""
+    copied = []
+    check = description_text._decode_checked
+
+    def counted(decode: Any, text: str, at: int) -> tuple[Any, int]:
+        return check(lambda part, *at: copied.append(0 if at else len(part)) or decode(part, *at), text, at)
+
+    monkeypatch.setattr(description_text, "_decode_checked", counted)
+    segments = [{"a": "x" * size}] * (1_200_000 // size if size > 1 else MOST_CONTAINERS)
+    text = json.dumps({"a": [], "segments": segments, "end": "x" * (2 << 20)})
+    monkeypatch.setattr(description_text, "MOST_CONTAINERS", len(segments))
+    assert len(parse_description(text)["segments"]) == len(segments)
+    assert 0 < sum(copied) < len(segments) * (1100 + 6 * size)
