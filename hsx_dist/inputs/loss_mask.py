@@ -8,6 +8,7 @@ turns). Then the message ends where the whole chat no longer matches the end of 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -149,8 +150,15 @@ def mask_of_spans(
             them, and no model generates them.
     """
     mask = bytearray(len(ids))
+
+    def begin(t: int) -> int:
+        return offsets[t][0]
+
+    # A tokenizer may give tokens without text, and others, another order than the text's.
+    order = sorted((t for t, (a, b) in enumerate(offsets) if a < b), key=begin)
     for start, stop in spans:
-        inside = [t for t, (a, b) in enumerate(offsets) if start <= a < stop and a < b]
+        first, last = (bisect_left(order, at, key=begin) for at in (start, stop))
+        inside = sorted(order[first:last])
         said = len(inside)
         while said and not whole[slice(*offsets[inside[said - 1]])].strip():
             said -= 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from tokenizers import AddedToken
 
 from hsx_dist.errors import ConfigError, InputError
 from hsx_dist.inputs.encode import RowEncoder, RowRules, load_tokenizer
+from hsx_dist.inputs.loss_mask import mask_of_spans
 from hsx_dist.inputs.rows import Row
 from hsx_dist.models.tiny import write_tiny_tokenizer
 
@@ -215,3 +218,43 @@ def test_a_tokenizer_without_character_offsets_is_refused(tokenizer: Any) -> Non
 
     with pytest.raises(ConfigError, match="expected a fast tokenizer"):
         RowEncoder(Slow(), 5, rules=RowRules(loss_roles=("assistant",)))
+
+
+class _Counted(list[tuple[int, int]]):
+    """Counts the offsets that are read."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for item in super().__iter__():
+            self.read += 1
+            yield item
+
+    def __getitem__(self, at: Any) -> Any:
+        self.read += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_mask_of_many_spans_reads_each_token_few_times(in_order: bool) -> None:
+    """A row may have thousands of messages, and a million tokens."""
+    tokens, random = 4000, Random(1)
+    offsets = _Counted((i, i + (i % 7 > 0)) for i in range(tokens))  # each seventh token has no text
+    if not in_order:
+        random.shuffle(offsets)
+    ids = [random.randrange(4) for _ in range(tokens)]
+    whole = "".join(random.choices("ab \n", k=tokens))
+    spans = [(i, i + 7) for i in range(0, tokens, 10)]
+    special = frozenset({0})
+    found = mask_of_spans(whole, ids, offsets, spans, special)
+    assert offsets.read < 10 * tokens
+    expected = bytearray(tokens)
+    for start, stop in spans:
+        inside = [t for t, (a, b) in enumerate(offsets) if start <= a < stop and a < b]
+        kept = len(inside)
+        while kept and not whole[slice(*offsets[inside[kept - 1]])].strip():
+            kept -= 1
+        for t in inside[:kept] if kept and ids[inside[kept - 1]] in special else inside:
+            expected[t] = 1
+    assert found == bytes(expected)
+    assert 0 < sum(found) < tokens
