@@ -19,6 +19,7 @@ from hsx_dist.observe.console import say
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading import Sample, open_run
 from hsx_dist.reading.column import LOSS_MASK, unpacked
+from hsx_dist.store.output_file import output_file
 
 #: Names that an array of a file cannot have: numpy.savez's other arguments, and the metadata of a safetensors header.
 _TAKEN = RESERVED_NAMES | {"file", "allow_pickle", "__metadata__"}
@@ -68,14 +69,13 @@ def run_cat(
     arrays = {"token_ids": ids}
     arrays |= {"layer_ids" if points is None else f"layer_ids.{name}": x for name, x in layer_ids.items()}
     arrays |= _attached(sample, span, _TAKEN | set(states) | set(arrays))
-    if suffix == ".safetensors":
-        Path(out).write_bytes(_safetensors({**states, **arrays}, {name: sample.points[name].dtype for name in names}))
-    else:
-        with Path(out).open("wb") as f:
-            if suffix == ".npy":
-                np.save(f, states[names[0]])
-            else:
-                np.savez(f, **{**states, **arrays})
+    with output_file(Path(out)) as f:
+        if suffix == ".safetensors":
+            f.write(_safetensors({**states, **arrays}, {name: sample.points[name].dtype for name in names}))
+        elif suffix == ".npy":
+            np.save(f, states[names[0]])
+        else:
+            np.savez(f, **{**states, **arrays})
     for name, x in states.items():
         axes = "tokens, layers, heads, dim" if x.ndim == 4 else "tokens, layers, hidden size"
         say(f"{out}: {name} {list(x.shape)} ({axes}), {sample.points[name].dtype}", to=sys.stderr)

@@ -11,6 +11,7 @@ from hsx_dist.format.place import read_run
 from hsx_dist.observe.console import say
 from hsx_dist.observe.report import write_report
 from hsx_dist.store import open_store
+from hsx_dist.store.output_file import output_file
 
 
 def run_report(
@@ -39,5 +40,6 @@ def run_report(
     # One token at a time: half of a character then makes only its token unreadable, not the whole text.
     each = None if decode is None else lambda ids: [decode([i]) for i in ids]
     page = write_report(store, chosen=keys, samples=samples, decode=each, model=model)
-    target.write_text(page, encoding="utf-8")
+    with output_file(target) as f:
+        f.write(page.encode())
     say(f"{target} ({target.stat().st_size / 1e6:.1f} MB)")

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from hsx_dist.observe.panels import ALERTS, ROWS, Panel
+from hsx_dist.store.output_file import output_file
 
 
 def grafana() -> dict[str, Any]:
@@ -105,5 +106,6 @@ def write_dashboards(folder: Path) -> list[Path]:
         "hsx-prometheusrule.yaml": yaml.safe_dump(prometheus_rule(), sort_keys=False, width=120, allow_unicode=True),
     }
     for name, text in files.items():
-        (folder / name).write_text(text)
+        with output_file(folder / name) as f:
+            f.write(text.encode())
     return [folder / name for name in files]

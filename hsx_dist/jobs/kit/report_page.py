@@ -15,6 +15,7 @@ from typing import Any
 
 from hsx_dist.jobs.kit.outcomes import Outcome
 from hsx_dist.observe.report.html import document, escape, table
+from hsx_dist.store.output_file import output_file
 
 NAME = "gpu-report"
 #: Group of checks → its figures as HTML, above the group's checks.
@@ -54,9 +55,8 @@ def write(folder: Path, found: Mapping[str, Any], outcomes: Sequence[Outcome], f
     folder.mkdir(parents=True, exist_ok=True)
     body = {**found, "states": count(outcomes), "outcomes": [asdict(o) for o in outcomes]}
     for suffix, text in ((".json", json.dumps(body, indent=1) + "\n"), (".html", page(found, outcomes, figures))):
-        new = folder / f".{NAME}{suffix}.new"
-        new.write_text(text, encoding="utf-8")
-        new.replace(folder / f"{NAME}{suffix}")
+        with output_file(folder / f"{NAME}{suffix}") as f:
+            f.write(text.encode())
     return folder / f"{NAME}.html"
 
 

@@ -399,6 +399,36 @@ def test_verify_checks_a_sample_of_parts_and_resumes(
     assert hsx("verify", store.url, "--sample", "0") == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("report.html", ("report", ".")),
+        ("a.npz", ("cat", ".", "s0", "-o", "a.npz")),
+        ("a.safetensors", ("cat", ".", "s0", "-o", "a.safetensors")),
+        ("hsx-alerts.yml", ("dashboards", ".")),
+    ],
+)
+def test_a_command_in_a_run_writes_through_no_link(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "thesis").write_text("precious")
+    (tmp_path / "run" / name).symlink_to("../thesis")
+    monkeypatch.chdir(tmp_path / "run")
+    assert hsx(*arguments) == 0
+    assert (tmp_path / "thesis").read_text() == "precious"
+    assert not Path(name).is_symlink()
+
+
+def test_verify_records_sound_parts_through_no_link(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis").write_text("precious\n")
+    (tmp_path / "sound.jsonl").symlink_to("thesis")
+    assert hsx("verify", store.url, "--resume", str(tmp_path / "sound.jsonl")) == 2
+    assert "Name another file" in capsys.readouterr().err
+    assert (tmp_path / "thesis").read_text() == "precious\n"
+
+
 def test_gc_removes_late_writes_of_a_removed_run(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     late = open_place(store)
     assert hsx("rm", store.url, "--yes") == 0

@@ -37,6 +37,16 @@ def test_each_state_stands_on_the_page_and_in_the_json(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["gpu-report.html", "gpu-report.json"]
 
 
+def test_the_report_is_written_through_no_link(tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "report"
+    victim.write_text("precious")
+    folder.mkdir()
+    for name in ("gpu-report.json", ".gpu-report.json.new", ".gpu-report.html.new"):
+        (folder / name).symlink_to(victim)
+    write(folder, about([]), [PASSED])
+    assert victim.read_text() == "precious"
+
+
 @pytest.mark.parametrize("state", OTHERS)
 def test_only_a_page_without_any_other_state_says_passed(state):
     assert verdict([PASSED]) == ("passed", "good")
