@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from urllib.parse import unquote
 
 from hsx_dist.config.secrets import HIDDEN, breaks_the_rule, links_of, looks_secret, public_link
+from hsx_dist.config.tokens import BEFORE_TOKEN, KNOWN_TOKEN
 
 #: Limit in characters of a redacted text. The middle of a longer text is left out.
 MOST = 1 << 16
@@ -29,21 +30,24 @@ _SETTING = re.compile(
 _NEXT_VALUE = re.compile(r"\s{0,40},\s{0,40}[bu]?(\\*['\"])")
 _IS_NAME = re.compile(r"\\*['\"]\s{0,40}[:=]")
 _ELEMENT = re.compile(r"<([\w.:-]{1,100})(\s[^<>]{0,200})?>(?!\(not)[^<]+")
-_TOKEN = re.compile(r"\b(bearer|basic)\s{1,4}(?=[^\s'\"]*\d)[^\s'\"]{16,}", re.IGNORECASE)
+_TOKEN = re.compile(
+    rf"({BEFORE_TOKEN})[^\s'\"]+|((?i:\b(?:bearer|basic)\s{{1,4}}))(?=[^\s'\"]*\d)[^\s'\"]{{16,}}|{KNOWN_TOKEN}"
+)
 #: A member of a connection string.
 _KEY = re.compile(
     r"\b(\w{0,20}(?:accountkey|accesskey|accesssignature)|password|passwd|pwd)=(?!\(not)[^;\s'\"]+", re.IGNORECASE
 )
 _PRIVATE_KEY = re.compile(r"(BEGIN [A-Z ]{0,20}PRIVATE KEY)(?! \(not).*?(END [A-Z ]{0,20}PRIVATE KEY|\Z)", re.DOTALL)
 #: Words that are left out on both sides of a cut: a name must not be separated from its value.
-_WORDS_AT_CUT = 6
+_WORDS_AT_CUT = 10
 
 
 def redact_text(text: str) -> str:
     """Return ``text`` without what may be a credential. Takes time linear in its length, and shortens a long text.
 
     Hides the user and password of a URL, and of an address ``USER:PASSWORD@HOST``. Hides the value of a parameter, a
-    quoted setting or an XML element whose name is a secret's (``looks_secret``). Hides bearer tokens and private keys.
+    quoted setting or an XML element whose name is a secret's (``looks_secret``). Hides private keys, and the tokens of
+    ``hsx_dist.config.tokens``.
 
     >>> redact_text("GET https://me:pw@host/x?X-Amz-Signature=abc&n=1 failed")
     'GET https://host/x?X-Amz-Signature=(not shown)&n=1 failed'
@@ -60,7 +64,7 @@ def redact_text(text: str) -> str:
     text = _ELEMENT.sub(
         lambda found: f"<{found[1]}{found[2] or ''}>{HIDDEN}" if looks_secret(found[1]) else found[0], text
     )
-    return _KEY.sub(rf"\1={HIDDEN}", _TOKEN.sub(rf"\1 {HIDDEN}", text))
+    return _KEY.sub(rf"\1={HIDDEN}", _TOKEN.sub(rf"\1\2{HIDDEN}", text))
 
 
 def _without(text: str, values: Iterable[tuple[int, int]]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from unicodedata import normalize
 from urllib.parse import unquote
 
+from hsx_dist.config.tokens import BEFORE_TOKEN, KNOWN_TOKEN
 from hsx_dist.errors import ConfigError
 
 #: Text in place of a value that is not shown.
@@ -63,12 +64,14 @@ _SECRET_WORDS = frozenset(
 _SECRET_PHRASES = (("connection", "string"), ("conn", "str"))
 #: Names that are secret only as a whole: vLLM has a ``pass_config``.
 _SECRET_NAMES = frozenset({"pass", "pw", "pat"})
-#: A credential in a text, by the words before it. Prose has none: the token after ``bearer`` is long and has a digit.
+#: A credential in a text, by the words before it or its prefix. Prose has no long word with a digit after ``bearer``.
 _SECRET_TEXT = re.compile(
-    r"\b(bearer|basic)\s+(?=\S*\d)\S{16}|\b\w{0,20}(accountkey|accesskey|accesssignature)=[^;\s]"
-    r'|"private_key"|BEGIN [A-Z ]{0,20}PRIVATE KEY',
-    re.IGNORECASE,
+    r"(?i:\b(bearer|basic)\s+(?=\S*\d)\S{16}|\b\w{0,20}(accountkey|accesskey|accesssignature)=[^;\s]"
+    r'|"private_key"|BEGIN [A-Z ]{0,20}PRIVATE KEY)'
+    rf"|({BEFORE_TOKEN})[^\s'\"]|{KNOWN_TOKEN}"
 )
+#: A text that ``compared_form`` or an earlier version stored in place of a credential.
+_COMPARED = re.compile(rf"{re.escape(HIDDEN)}( [0-9a-f]{{8}})?")
 # "token" is also the model's word: token_ids, skip_special_tokens, max_tokens, token_type_ids are no secrets.
 _AFTER_TOKEN = frozenset({"id", "ids", "type", "count", "limit"})
 # Names of storage options (of s3fs, gcsfs, adlfs) whose values are addresses and modes, never credentials.
@@ -349,8 +352,13 @@ def _secret_paths(value: object, path: tuple[str, ...], *, within: bool) -> Iter
         yield path
         return
     named_so = within and not (path[-1] == "token" and value in _WHERE_TO_LOOK)
-    if named_so or (isinstance(value, str) and _holds_secret(_without_references(value))):
+    if named_so or (isinstance(value, str) and _holds_literal(value)):
         yield path
+
+
+def _holds_literal(text: str) -> bool:
+    hidden = _ENV_REFERENCE.sub(HIDDEN, text)  # a word would be a token after ``Authorization: Bearer``
+    return has_credentials(_without_references(text)) or _SECRET_TEXT.search(hidden) is not None
 
 
 def _holds_secret(text: str) -> bool:
@@ -383,14 +391,15 @@ def compared_form(value: Any, *, within: bool = False) -> Any:
     """Return a copy of nested settings in which each text that looks like a credential is replaced by a hash.
 
     Equal values have equal copies, and other values have other copies. The hash has 32 bits, too few to compute a
-    random credential from. Numbers stay, because models have settings such as ``num_key_value_heads``.
+    random credential from. Numbers stay, because models have settings such as ``num_key_value_heads``. The copy of a
+    copy is equal to it.
     ``within``: as in ``hide_secrets``.
     """
     if isinstance(value, Mapping):
         return {compared_form(k): compared_form(v, within=secret) for k, v, secret in _members(value, within)}
     if isinstance(value, (list, tuple)):
         return [compared_form(v, within=within) for v in value]
-    if isinstance(value, str) and (within or _holds_secret(value)):
+    if isinstance(value, str) and (within or _holds_secret(value)) and not _COMPARED.fullmatch(value):
         return f"{HIDDEN} {hashlib.sha256(value.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
     return value
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hsx_dist.config import ExtractConfig, public_url
 from hsx_dist.config.engine_arguments import CHOOSE_POINTS, engine_meaning
-from hsx_dist.config.secrets import HIDDEN
+from hsx_dist.config.secrets import HIDDEN, compared_form
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.jobs.capture import capture_of_run
@@ -69,7 +69,8 @@ def differences(
             before["engine_kwargs"] = engine_meaning(used)
     # Earlier versions did not record these in the meaning.
     before = {**_of_preset(before.get("capture"), _engine_kwargs(info.get("settings"))), **before}
-    return list(_differences(before, now, old))
+    # Earlier versions took fewer texts for credentials, and stored the others as they are.
+    return list(_differences(compared_form(before), compared_form(now), old))
 
 
 def _of_preset(capture: Any, engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from random import Random
 
 import pytest
 
@@ -11,6 +12,8 @@ from hsx_dist.config.redaction import MOST, redact_text
 from tests.unit.growth import check_linear
 
 SECRET = "hunter2Not-to-be-seen9"
+#: Letters only, as the Hugging Face hub makes them.
+HUB = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZabcdefgh"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,13 @@ SECRET = "hunter2Not-to-be-seen9"
             "u:(not shown)@h,https://ok/ https://ok/,u:(not shown)@h",
         ),
         (f"Authorization: Bearer {SECRET} x", "Authorization: Bearer (not shown) x"),
+        ("Proxy-Authorization:Basic abc x", "Proxy-Authorization:Basic (not shown) x"),
+        ("authorization=Bearer abc", "authorization=Bearer (not shown)"),
+        (f"Illegal header value b'Bearer {HUB}'", "Illegal header value b'Bearer (not shown)'"),
+        ("value b'Bearer sk-abc'", "value b'Bearer (not shown)'"),
+        (f"the token {HUB}, of {HUB}.", "the token (not shown), of (not shown)."),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2ln ends", "(not shown) ends"),
+        (f"glpat-{SECRET[:20]} ghp_{HUB[3:]} sk-proj-ab-{HUB[3:]}-x", "(not shown) (not shown) (not shown)"),
         (f"AccountKey={SECRET};y", "AccountKey=(not shown);y"),
         (f"SharedAccessKey={SECRET};y", "SharedAccessKey=(not shown);y"),
         (f"Password={SECRET};y", "Password=(not shown);y"),
@@ -70,10 +80,23 @@ def test_credentials_are_hidden(text: str, shown: str) -> None:
         'File "a.py", line 3, in x\n    @property',
         "s3://b: expected http://h:80/x: as in s3://bucket: ... and http://h:80: no",
         "basic internationalization of the tokenizer",
+        "hf_hub_download_with_retries, hf_Llama-3.2-1B-Instruct, sk-news-corpus-2020.jsonl, task-sk-learn, ghp_x",
+        "the Authorization header has no Bearer token",
     ],
 )
 def test_other_text_stays(text: str) -> None:
     assert redact_text(text) == text
+
+
+def test_a_text_with_redacted_tokens_stays_the_same() -> None:
+    pieces = (
+        *("Authorization: ", "Bearer ", "basic\t", HUB, "sk-ab", SECRET, ":", "?token=", "'"),
+        *("=", " ", ",", "-", ".", "<Key>", "https://h/", "(not shown)", "/", "eyJ", "1"),
+    )
+    random = Random(1)
+    for _ in range(20_000):
+        text = redact_text("".join(random.choices(pieces, k=8)))
+        assert redact_text(text) == text
 
 
 def test_a_long_text_is_shortened_and_no_half_credential_stays() -> None:
@@ -83,6 +106,7 @@ def test_a_long_text_is_shortened_and_no_half_credential_stays() -> None:
             f"{'x' * MOST} u:{SECRET}@h {'y' * cut}",
             f"{'x' * MOST} 'password': '{SECRET}' {'y ' * (cut // 2)}",
             f"{'x' * MOST} Authorization: Bearer {SECRET} {'y ' * (cut // 2)}",
+            f"{'x' * MOST} Authorization:    Bearer    {SECRET.replace('2', 'x')} {'y ' * (cut // 2)}",
         ):
             shown = redact_text(text)
             assert len(shown) <= MOST + 3
@@ -100,6 +124,14 @@ def test_a_long_text_is_shortened_and_no_half_credential_stays() -> None:
             "'a':'",
             "<a>",
             "Basic 1",
+            "Basic ",
+            "Basic hf_",
+            "Authorization: ",
+            "Authorization:Basic ",
+            "sk-",
+            "-sk-aaaaaaaaaaaaaaaaaaa",
+            "eyJ.",
+            "eyJ.a",
             "BEGIN PRIVATE KEY",
             "@",
             "a::http:/",

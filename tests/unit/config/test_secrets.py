@@ -58,6 +58,9 @@ SECRET = "hunter2-not-to-be-seen"
         f"store.storage_options.conn_str={SECRET}",
         f"store.storage_options.pass={SECRET}",
         f"store.storage_options.x=Bearer {SECRET}",
+        f"engine_kwargs.x=Authorization: Basic {SECRET}",
+        f"engine_kwargs.x=Bearer sk-{SECRET}",
+        f"engine_kwargs.x=the token ghp_{SECRET.replace('-', '_')}",
         f"store.storage_options.x=AccountName=a;AccountKey={SECRET}",
         f'store.storage_options.service_account=\'{{"private_key": "{SECRET}"}}\'',
         f"store.storage_options.x=-----BEGIN PRIVATE KEY----- {SECRET}",
@@ -77,8 +80,17 @@ def test_a_credential_is_no_override(override: str) -> None:
 
 
 def test_a_credential_in_a_text_is_hidden() -> None:
-    for text in (f"Authorization: Bearer {SECRET}", f"AccountName=a;AccountKey={SECRET}", f"SharedAccessKey={SECRET}"):
-        assert SECRET not in json.dumps(hide_secrets({"args": ["--header", text]}))
+    for text in (
+        f"Authorization: Bearer {SECRET}",
+        f"AccountName=a;AccountKey={SECRET}",
+        f"SharedAccessKey={SECRET}",
+        f"Authorization: Basic {SECRET[:5]}",
+        f"'authorization': 'Bearer {SECRET[:5]}'",
+        f"Bearer sk-{SECRET}",
+        f"see hf_{'abc' * 8}{SECRET}",
+    ):
+        settings = {"args": ["--header", text]}
+        assert SECRET[:5] not in json.dumps([hide_secrets(settings), compared_form(settings)])
     assert public_url(f"https://host/x;token={SECRET}") == "https://host/x"
     prose = "Bearer authentication, basic responsibilities: a private key."
     harmless = {"pass_config": 1, "prompt": prose, "eos_token_id": 2, "SSEKMSKeyId": "a"}
@@ -106,6 +118,9 @@ def test_a_credential_in_a_text_is_hidden() -> None:
         "output=s3://bucket/a@b:c",
         "input.path=https://host.example:9000/a@b",
         "chat_template_kwargs.note=at https://host:9000. Or me@host?",
+        "engine_kwargs.x='Authorization: Bearer ${env:HOME}'",
+        "input.path=data/sk-news-corpus-2020.jsonl",
+        "model=org/hf_Llama-3.2-1B-Instruct",
     ],
 )
 def test_overrides_without_a_credential_are_accepted(override: str) -> None:
@@ -453,7 +468,7 @@ REPEATED = [
         "\0",
         "\u0315\u0300",
     ),
-    *("bearer ", "bearer x", "BEGIN "),
+    *("bearer ", "bearer x", "BEGIN ", "sk-", "-sk-aaaaaaaaaaaaaaaaaaa", "eyJ.a", "authorization:", "bearer hf_"),
     *("://", "a://", "://a:/", "${env:", "://${env:", "${env:A}"),
 ]
 
@@ -504,6 +519,14 @@ def test_numbers_are_credentials_only_among_storage_options() -> None:
     assert list(secret_paths({"store": {"storage_options": {"password": 12345678}}}))
     with pytest.raises(ConfigError, match=r"storage_options\.password: expected no credential"):
         parse_storage_options(["password=12345678"])
+
+
+def test_the_compared_form_of_a_compared_form_is_the_same() -> None:
+    settings = {"a": ["Bearer hf_x", 1, None], "token": {"b": SECRET, "n": 3}, f"https://u:{SECRET}@h": "(not shown)"}
+    once = compared_form(settings)
+    assert compared_form(once) == once
+    assert compared_form({"token": "(not shown)"}) == {"token": "(not shown)"}
+    assert compared_form({"token": "(not shown) or"}) != {"token": "(not shown) or"}
 
 
 def test_names_of_settings_show_no_credentials() -> None:

@@ -182,6 +182,23 @@ def test_hidden_values_are_compared(one: dict[str, Any], other: dict[str, Any]) 
         assert not differences(old, before.meaning(), {})
 
 
+@pytest.mark.parametrize("name", ["chat_template_kwargs", "engine_kwargs"])
+def test_a_text_that_an_earlier_version_took_for_no_credential_is_compared(name: str) -> None:
+    def given(token: str) -> ExtractConfig:
+        return config("m", **{name: {"additional_config": {"note": f"Bearer {token}", "api_key": "x", "n": [1]}}})
+
+    now = given("hf_one").meaning()
+    assert "hf_one" not in json.dumps(now)
+    text = json.dumps({**now, "weights": None})
+    stored = text.replace(now[name]["additional_config"]["note"], "Bearer hf_one")
+    assert "hf_one" in stored
+    for before in (text, stored):
+        assert not differences({"meaning": json.loads(before)}, {**now, "weights": None}, {})
+        found = differences({"meaning": json.loads(before)}, {**given("hf_two").meaning(), "weights": None}, {})
+        assert len(found) == 1
+        assert "hf_" not in str(found)
+
+
 @pytest.mark.parametrize("argument", ["tokenizer", "generation_config", "hf_config_path"])
 def test_folders_in_engine_arguments_are_compared(argument: str, tmp_path: Path) -> None:
     store, model, other = MemoryStore(), tiny_llama(tmp_path / "model"), tiny_llama(tmp_path / "other")
