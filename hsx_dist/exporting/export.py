@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from uuid import uuid4
 
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting.base import LAYER_IDS, Exporter, ExportOptions, SampleLeftOut, require_hidden_states
+from hsx_dist.exporting.destination import make_folder, remove_unfinished, unfinished
 from hsx_dist.format.place import Place
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.column import is_mean
@@ -38,12 +40,8 @@ _LARGEST_STATEMENT = 4 << 20
 #: Seconds that another process may take to write an ``export.json`` that it has created.
 _STATEMENT_S = 5.0
 _ENTRY_POINTS = "hsx_dist.exporters"
-#: Prefix of unfinished files. They keep the file's suffix, as some libraries choose the format by it.
-_UNFINISHED = ".new-"
-#: Beginning of the name of a folder with files for the whole data set that are not complete.
-_FINISHING = ".finish-"
-#: Glob pattern of the rest of these names. The user may have other files that begin alike.
-_HEX = "[0-9a-f]" * 32
+#: Name of a folder with files for the whole data set that are not complete.
+_FINISHING = re.compile(r"\.finish-[0-9a-f]{32}")
 #: Name → class, or its module and name: a trainer's packages are imported only for its export.
 EXPORTERS: dict[str, type[Exporter] | str] = {
     "vllm": "hsx_dist.exporting.vllm:VllmExporter",
@@ -121,6 +119,7 @@ def export_run(
     Raises:
         ConfigError: no such exporter; the run lacks hidden states or layers that the trainer needs; ``dest`` has
             another export or other files of the same names, or ignores their case.
+        ConfigError: a subfolder of ``dest`` is a link.
         RunError: the run was removed during the export.
         FormatError, StoreError: errors of reading; OSError: errors of writing.
 
@@ -148,18 +147,23 @@ def export_run(
     todo = [first for first, path in own.items() if not _is_done(path)]
     with run.place.reading():
         for first, items in _batches(run, exporter, options, todo, prefetch_bytes):
+            make_folder(folder, _folder_of(exporter, first))
             _write_whole(exporter, items, own[first])
     finished = all(_is_done(folder / exporter.file(f)) for f in firsts)
     if finished:
         # Trainers read every file with the suffix, also the unfinished files of killed processes.
-        for parent in {folder, *((folder / exporter.file(first)).parent for first in firsts)}:
-            for path in parent.glob(f"{_UNFINISHED}{_HEX}*"):
-                path.unlink(missing_ok=True)
+        for below in {"", *(_folder_of(exporter, first) for first in firsts)}:
+            remove_unfinished(folder, below)
         if finish:
             _finish(exporter, run, folder)
     left_out = {first for first, path in own.items() if _left_out(path).exists()}
     written = len(set(todo) - left_out)
     return ExportReport(written, len(own) - len(left_out) - written, finished, len(left_out))
+
+
+def _folder_of(exporter: Exporter, first: int) -> str:
+    """Return the folder of a file, relative to the destination."""
+    return exporter.file(first).rpartition("/")[0]
 
 
 def exporter_of(name: str) -> type[Exporter]:
@@ -245,13 +249,6 @@ def _claim(folder: Path, statement: dict[str, Any], place: Place) -> None:
             ) from None
 
 
-def _unfinished(path: Path) -> Path:
-    """Create an empty file next to ``path``, with the process's default permissions."""
-    temporary = path.with_name(f"{_UNFINISHED}{uuid4().hex}{path.suffix}")
-    temporary.touch(exist_ok=False)
-    return temporary
-
-
 def _sync(path: Path) -> None:
     """Write the file to the disk. Otherwise a file with its final name may be empty after a crash of the machine."""
     with path.open("rb") as f:
@@ -263,7 +260,7 @@ def _create(path: Path, text: str) -> None:
 
     A process that was killed between the two would leave an empty file, which later calls refuse.
     """
-    temporary = _unfinished(path)
+    temporary = unfinished(path)
     try:
         temporary.write_text(text)
         _sync(temporary)
@@ -362,7 +359,7 @@ def _finish(exporter: Exporter, run: Run, folder: Path) -> None:
     last = None if exporter.last_file is None else folder / exporter.last_file
     if last is not None and last.exists():
         return  # of the same export, as ``export.json`` says
-    new = folder / f"{_FINISHING}{uuid4().hex}"
+    new = folder / f".finish-{uuid4().hex}"
     new.mkdir()
     try:
         exporter.finish(run, new)
@@ -377,8 +374,9 @@ def _finish(exporter: Exporter, run: Run, folder: Path) -> None:
     finally:
         shutil.rmtree(new, ignore_errors=True)
     if last is not None:
-        for left in folder.glob(f"{_FINISHING}{_HEX}"):  # of killed processes
-            shutil.rmtree(left, ignore_errors=True)
+        for left in folder.glob(".finish-*"):
+            if _FINISHING.fullmatch(left.name):  # of killed processes
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _left_out(path: Path) -> Path:
@@ -391,8 +389,7 @@ def _is_done(path: Path) -> bool:
 
 
 def _write_whole(exporter: Exporter, items: Iterable[dict[str, Any]], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _unfinished(path)
+    temporary = unfinished(path)
     try:
         try:
             exporter.write(items, temporary)

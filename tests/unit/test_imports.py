@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "reading": {"errors", "lazy", "layers", "memory", "page", "store", "format", "logger", "text"},
     "models": {"errors"},
     "model_parts": {"errors", "isa", "logger", "models", "page", "format", "reading"},
-    "exporting": {"errors", "model_parts", "page", "layers", "format", "reading"},
+    "exporting": {"errors", "model_parts", "page", "layers", "format", "reading", "store"},
     "ray_arguments": {"config", "errors"},
     "ray": {"errors", "lazy", "config", "reading", "exporting", "ray_arguments"},
     "saelens": {"layers", "page", "reading"},

@@ -272,12 +272,11 @@ def test_a_finished_data_set_is_not_written_again(
         with pytest.raises(KeyboardInterrupt):
             export_run(run, to, tmp_path, options)
     assert not (tmp_path / "state.json").exists()
-    (tmp_path / f".finish-{'0' * 32}").mkdir()  # of a killed process
-    (tmp_path / ".finish-line").mkdir()  # of the user
+    (tmp_path / f".finish-{'0' * 32}").mkdir()
     assert export_run(run, to, tmp_path, options).finished
     before = state()
     assert "state.json" in before
-    assert [path.name for path in tmp_path.glob(".finish-*")] == [".finish-line"]
+    assert not list(tmp_path.glob(".finish-*"))
     monkeypatch.setattr(exporter, "finish", lambda *_: pytest.fail("written again"))
     assert export_run(run, to, tmp_path, options).finished
     assert state() == before
@@ -550,12 +549,40 @@ def test_a_finished_export_has_no_half_files_that_a_trainer_would_read(run: Run,
     for place in (tmp_path, tmp_path / "rows_0-2000"):
         place.mkdir(exist_ok=True)
         (place / f".new-{'0' * 32}.ckpt").write_bytes(b"half")
-    (tmp_path / ".new-year.txt").touch()  # of the user
+        (place / ".new-chapter.tex").write_bytes(b"not of an export")
     assert not export_run(run, "specforge-dflash", tmp_path, shard=0, shards=2).finished
-    assert len(list(tmp_path.rglob(".new-*.ckpt"))) == 2  # another process may be writing one
+    assert len(list(tmp_path.rglob(".new-0*"))) == 2  # another process may be writing one
     assert export_run(run, "specforge-dflash", tmp_path, shard=1, shards=2).finished
+    assert [path.name for path in tmp_path.rglob(".new-*")] == [".new-chapter.tex"] * 2
     assert sorted(path.name for path in tmp_path.rglob("*.ckpt")) == [f"data_{i}.ckpt" for i in range(len(SAMPLES))]
-    assert (tmp_path / ".new-year.txt").exists()
+
+
+def test_an_export_writes_and_deletes_through_no_link(run: Run, tmp_path: Path) -> None:
+    victim, dest = tmp_path / "victim", tmp_path / "dest"
+    unfinished = f".new-{'0' * 32}.ckpt"
+    for place in (victim, dest):
+        place.mkdir()
+    (victim / unfinished).write_bytes(b"of another export")
+    subfolder = dest / "rows_0-2000"
+    subfolder.symlink_to(victim)
+    with pytest.raises(ConfigError, match=r"rows_0-2000: expected a folder, got a link"):
+        export_run(run, "specforge-dflash", dest)
+    assert [path.name for path in victim.iterdir()] == [unfinished]
+    subfolder.unlink()
+    assert export_run(run, "specforge-dflash", dest).finished
+    subfolder.rename(tmp_path / "moved")
+    subfolder.symlink_to(tmp_path / "moved")
+    (tmp_path / "moved" / unfinished).write_bytes(b"of another export")
+    with pytest.raises(ConfigError, match=r"rows_0-2000: expected a folder, got a link"):
+        export_run(run, "specforge-dflash", dest)
+    assert (tmp_path / "moved" / unfinished).exists()
+
+
+def test_a_finished_export_removes_folders_of_killed_exports_alone(run: Run, tmp_path: Path) -> None:
+    for name in (f".finish-{'0' * 32}", ".finish-line"):
+        (tmp_path / name).mkdir()
+    assert export_run(run, "saelens", tmp_path, ExportOptions(aux_layers=(5,), context=1)).finished
+    assert [path.name for path in tmp_path.glob(".finish-*")] == [".finish-line"]
 
 
 @pytest.mark.parametrize("written", [True, False])
