@@ -12,6 +12,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 
+from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page
@@ -50,7 +51,16 @@ class PageServer:
         # Only this user can enter the folder, so other users cannot connect.
         self._folder = Path(tempfile.mkdtemp(prefix="hsx-"))
         self.address = str(self._folder / "ring")
-        self._listener = Listener(self.address, "AF_UNIX")
+        try:
+            self._listener = Listener(self.address, "AF_UNIX")
+        except OSError as e:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if e.errno is not None:
+                raise
+            raise ConfigError(
+                f"TMPDIR: expected a folder whose path is short enough for a socket in it, got {self._folder.parent} "
+                f"({e}). Set TMPDIR to a shorter path"
+            ) from e
         self._threads: list[threading.Thread] = []
         self._acceptor = threading.Thread(target=self._accept, name="hsx-accept", daemon=True)
         self._closing = False

@@ -16,6 +16,7 @@ import pytest
 from pydantic import SecretStr
 
 from hsx_dist.connector.connector_config import read_connector_config
+from hsx_dist.errors import ConfigError
 from hsx_dist.page import Page, Segment
 from hsx_dist.transport.attach import AttachedEnd
 from hsx_dist.transport.page_server import PageServer
@@ -42,6 +43,17 @@ def server() -> Iterator[PageServer]:
     server.shipped, server.ended = shipped, closed
     yield server
     server.close()
+
+
+def test_a_temporary_folder_whose_path_is_too_long_for_a_socket_is_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 110)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(ConfigError, match=r"TMPDIR: expected .*, got .*xxx .*Set TMPDIR to a shorter path"):
+        PageServer(Writers, print)
+    assert not list(long.iterdir())
 
 
 @pytest.fixture
