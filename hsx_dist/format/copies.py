@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 #: Shared by all segments of a sample: its number of tokens, its number of columns, and the hash of the ids.
 Identity = tuple[int, int, bytes]
@@ -129,15 +129,15 @@ class _Attempt:
                 index, start = _index_and_start(state)
                 if start == identity[0]:
                     self._ends[identity, column] = index, start
-                todo += [_next(state, self._end_of(place)[0]) for place in self._places(identity, column, state)]
+                todo += [_next(state, end) for end in self._places(identity, column, state)]
 
-    def _places(self, identity: Identity, column: int, state: bytes) -> list[int]:
-        """The segments of a state, one for each end."""
+    def _places(self, identity: Identity, column: int, state: bytes) -> Mapping[int, int]:
+        """The segments of a state, one for each end. Takes constant time: a state may have a million ends."""
         cuts = self._cuts.get((identity, column), {}).get(state)
         if cuts is not None:
-            return list(cuts.values())
+            return cuts
         chosen = self._chosen[identity, column].get(state)
-        return [] if chosen is None else [chosen]
+        return {} if chosen is None else {self._end_of(chosen)[0]: chosen}
 
     def _cover(self, identity: Identity, column: int) -> None:
         """Note whether a column covers all tokens, and with it whether the sample is whole."""
@@ -150,7 +150,7 @@ class _Attempt:
             return self._ends[identity, column][1] == identity[0]
         # The whole sample's hash may be unknown (empty), so segments with different tokens can have equal identities.
         # In a mixed attempt only a single segment that covers the column counts.
-        return any(self._end_of(place)[0] == identity[0] for place in self._places(identity, column, _FIRST))
+        return identity[0] in self._places(identity, column, _FIRST)
 
     def sample(self) -> list[int]:
         """The places of a whole sample's segments, column by column. Of several samples, the one with the lowest name
@@ -164,8 +164,8 @@ class _Attempt:
         def segments(state: bytes) -> Iterator[int]:
             places = self._places(identity, column, state)
             if self._mixed:
-                places = [place for place in places if self._end_of(place)[0] == identity[0]]
-            return iter(sorted(places, key=self._place_of))
+                places = {end: place for end, place in places.items() if end == identity[0]}
+            return iter(sorted(places.values(), key=self._place_of))
 
         chain, todo, seen = list[int](), [(_FIRST, segments(_FIRST))], {_FIRST}
         while todo:

@@ -363,10 +363,26 @@ def many_segments(rng: random.Random, folder: Path) -> list[Read]:
     first[1:6] = [0, 0, 20, 20 + n, 0]
     second[1:6] = [1, 20, 20 + n, 20 + n, 1]
     body["segments"] = [first, second]
+    if rng.random() < 0.5:
+        body["segments"] = _of_one_key(rng, first)
     body["size"] *= rng.choice([1, 1 << rng.randrange(20)])
     body["raw_bytes"] = 1 << 40
     store.put("manifest/0001/w/000001.json", [sealed(body)])
     return readers_of(store)
+
+
+def _of_one_key(rng: random.Random, row: list[Any]) -> list[list[Any]]:
+    """Many segments of one key: the same place, a chain, or other ends or tokens, of a known or an unknown sample."""
+    n = 1 << rng.choice([3, 9, 14])
+    indexes, starts, ends = (rng.choice([0, n]) for _ in range(3))
+    tokens, samples = rng.choice([0, 1]), rng.choice([None, 0, 1])
+    rows = []
+    for i in rng.choice([range(n), range(n)[::-1]]):
+        start = i * starts // n
+        stop = start + 1 + i * ends // n
+        sample = "" if samples is None else f"{i * samples:016x}"
+        rows.append([row[0], i * indexes // n, start, stop, 1 << 40, len(rows), f"{i * tokens:016x}", 1, 1, 0, sample])
+    return rows
 
 
 def columns(rng: random.Random, folder: Path) -> list[Read]:

@@ -261,10 +261,10 @@ def _half(seq: int, key: str = "k", index: int = 1, attempt: int = 1, sample: st
     return replace(receipt, segments=(replace(receipt.segments[0], sample_hash=sample),))
 
 
-def _cut(seq: int, index: int, start: int, stop: int) -> Receipt:
-    """A receipt of a segment of a sample whose hash is known."""
+def _cut(seq: int, index: int, start: int, stop: int, sample: str = "0" * 16) -> Receipt:
+    """A receipt of a segment, of a sample whose hash is known unless ``sample`` is empty."""
     receipt = _receipt(1, seq, Segment("k", index, start, stop, 1 << 20))
-    return replace(receipt, segments=(replace(receipt.segments[0], sample_hash="0" * 16),))
+    return replace(receipt, segments=(replace(receipt.segments[0], sample_hash=sample),))
 
 
 #: Receipts by number, all of one sample. The cost of each must not grow with the number of receipts before it.
@@ -277,6 +277,9 @@ ADDED: dict[str, Callable[[int], Receipt]] = {
     "the next segment": lambda i: _half(i, index=i - 1),
     "the segment before": lambda i: _half(i, index=(1 << 15) - i),
     "the segment from 4 on with another end": lambda i: _cut(i, 1, 4, 4 + i),
+    "the first segment with another end": lambda i: _cut(i, 0, 0, i),
+    "the first segment with another end, of an unknown sample": lambda i: _cut(i, 0, 0, i, sample=""),
+    "a segment with another end, of an unknown sample": lambda i: _cut(i, i % 9, 4 * (i % 9), 40 + i, sample=""),
     "the segment before a last one, with another end": lambda i: _cut(i, 1 + i % 2, 4 if i % 2 == 0 else 4 + i, 9 + i),
     "a step of a chain, and next to it another end": lambda i: _cut(i, i // 2, 9 * (i // 2), 9 * (i // 2) + 8 + i % 2),
     "a segment of another attempt": lambda i: _half(i, attempt=i),
@@ -300,6 +303,22 @@ def test_time_grows_with_the_number_of_receipts_and_not_its_square(name: str) ->
         return read
 
     check_linear(make, 256)
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_a_segment_is_compared_with_few_others(name: str) -> None:
+    """Counts the ends that are read, because the time of a few thousand says little."""
+
+    class Counting(Manifest):
+        ends = 0
+
+        def _end(self, place: int) -> tuple[int, bytes]:
+            self.ends += 1
+            return super()._end(place)
+
+    manifest = Counting([ADDED[name](i) for i in range(1, 513)])
+    assert len(manifest.samples) <= 1
+    assert manifest.ends <= 8 * 512
 
 
 @pytest.mark.parametrize("name", [name for name in ADDED if "segment" in name])
