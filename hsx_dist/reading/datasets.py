@@ -18,7 +18,7 @@ from hsx_dist.format.manifest import SampleRecord
 from hsx_dist.lazy import cached_property
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
-from hsx_dist.reading.follow import FOLLOWED_MEMBERS, Follower, Iteration, has_position, require_followable
+from hsx_dist.reading.follow import FOLLOWED_MEMBERS, Follower, Iteration, Mark, has_position, require_followable
 from hsx_dist.reading.item_reader import ItemReader, Source
 from hsx_dist.reading.items import ItemSpec, require_positive
 from hsx_dist.reading.order import EpochPosition, canonical_order, check_state, fingerprint, require_run, restore
@@ -398,12 +398,16 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
     def state_of(self, progress: Iteration) -> dict[str, Any]:
         """The state of an iteration of this data set."""
+        return self.mark_of(progress)()
+
+    def mark_of(self, progress: Iteration) -> Mark:
+        """Mark the present state of an iteration. Cheap enough for each item."""
+        about = {"run": self.run.id, "skipped": self.skipped}
         if isinstance(progress.at, EpochPosition):
-            found = progress.at.to_dict(self._fingerprint)
-        else:
-            shards, shard = self._shards()
-            found = {"follow": True, "shards": shards, "shard": shard, "position": progress.at.position}
-        return {**found, "run": self.run.id, "skipped": self.skipped}
+            found = progress.at.to_dict(self._fingerprint) | about
+            return lambda: found
+        (shards, shard), position = self._shards(), progress.at.mark()
+        return lambda: {"follow": True, "shards": shards, "shard": shard, "position": position(), **about}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue from ``state``.

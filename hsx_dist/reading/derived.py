@@ -84,7 +84,7 @@ class DerivedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         items, progress = self._dataset.begin()
         self._resume = None
         # A merged state has no shard. The data set's state has this process's shard, so it can be merged again.
-        at = {**(self._START if resume is None else resume), "dataset": self._dataset.state_of(progress)}
+        at = {**(self._START if resume is None else resume), "dataset": self._dataset.mark_of(progress)}
         self._record(at)
         return items, progress, at
 
@@ -92,7 +92,10 @@ class DerivedDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def _batches(
         self, items: Iterator[dict[str, Any]], progress: Iteration, at: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        """Yield batches from the position ``at``, and ``_record`` the position after each, before it is yielded."""
+        """Yield batches from the position ``at``, and ``_record`` the position after each, before it is yielded.
+
+        The member ``dataset`` of these positions is a ``Mark``.
+        """
 
     def _record(self, state: Mapping[str, Any]) -> None:
         self._state, self._rewinds = state, self._dataset.rewinds
@@ -105,7 +108,7 @@ class DerivedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         """The state of the iteration, or the loaded one. If it is void, that of the next iteration."""
         if self._rewinds == self._dataset.rewinds:
             if self._state is not None:
-                return dict(self._state)
+                return {**self._state, "dataset": self._state["dataset"]()}
             if self._resume is not None:
                 return {**self._resume, "dataset": self._dataset.loaded_state(self._resume["dataset"])}
         return {**self._START, "dataset": self._dataset.next_state()}

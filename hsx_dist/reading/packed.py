@@ -80,12 +80,12 @@ class PackedContexts(DerivedDataset):
                     self._record({"dataset": before, "document": document, "tokens": start})
                     yield self._shaped(batch, self._shape[0])
                     batch, filled, documents = None, 0, 0
-            before = self._dataset.state_of(progress)
+            before = self._dataset.mark_of(progress)
         rows = -(-filled // self._shape[1])
         if batch is not None and not self._drop_last:
             self._record({"dataset": before})
             yield self._shaped(batch, rows)
-        self._record({"dataset": self._dataset.state_of(progress)})
+        self._record({"dataset": self._dataset.mark_of(progress)})
 
     def _arrays(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """The item's arrays with a row for each token. States of a single layer lose the axis of layers."""

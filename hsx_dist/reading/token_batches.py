@@ -142,11 +142,11 @@ class TokenBatches(DerivedDataset):
         except _Changed:
             # Another set of samples is skipped than before. Batches differ and tokens are repeated, but none is lost.
             at = {**at, "blocks": [], "batches": 0, "buffers": at.get("oldest", 0)}
-            self._dataset.load_state_dict(at["dataset"])
+            self._dataset.load_state_dict(at["dataset"]())
             items, progress = self._dataset.begin()
             self._record(at)
             yield from self._rounds(items, progress, at)
-        self._record({**self._START, "dataset": self._dataset.state_of(progress)})
+        self._record({**self._START, "dataset": self._dataset.mark_of(progress)})
 
     def _rounds(
         self, items: Iterator[dict[str, Any]], progress: Iteration, at: Mapping[str, Any]
@@ -211,7 +211,7 @@ class TokenBatches(DerivedDataset):
 
         The last block holds the remaining tokens. ``left``: set when the consumer has stopped; ends the reading.
         """
-        skip_rows, first, last = at.get("rows", 0), at.get("first", ""), dict(at["dataset"])
+        skip_rows, first, last = at.get("rows", 0), at.get("first", ""), at["dataset"]
         # The position before the sample in which the current block begins. ``rows``: its rows in earlier blocks.
         begin = {"rows": skip_rows, "first": first, "dataset": last}
         held: list[Places] = []
@@ -240,7 +240,7 @@ class TokenBatches(DerivedDataset):
                     begin = {"rows": offset, "first": sample, "dataset": last}
                 elif not len(lot):
                     yield None
-            last = self._dataset.state_of(progress)
+            last = self._dataset.mark_of(progress)
             if size == 0:
                 begin = {"rows": 0, "first": "", "dataset": last}
         if size:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from hsx_dist import HiddenStatesDataset, HiddenStatesMapDataset, PackedContexts, TokenBatches, merge_states
 from hsx_dist.errors import ConfigError
+from hsx_dist.format.names import part_name
 from hsx_dist.format.place import start_run
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import RandomSample, random_sample
@@ -212,3 +213,58 @@ def test_items_of_points_have_one_order_of_layers(tmp_path: Path, follow: bool) 
     with pytest.raises(ConfigError, match="Pass layers="):
         by_place.__getitems__([0, 1])
     assert len(list(HiddenStatesDataset(str(tmp_path), layers=[7, 3], **options))) == 2
+
+
+def _many(path: Path, n: int, per_part: int) -> RunWriter:
+    """A run of ``n`` samples of four tokens. Token 4 i is the first of sample i."""
+    samples = [replace(random_sample(f"s{i * 7919 % 100_003}", 4), token_ids=np.arange(4) + 4 * i) for i in range(n)]
+    return store_run(open_store(str(path)), samples, per_part=per_part)
+
+
+@pytest.mark.parametrize("kind", ["packed", "tokens"])
+def test_states_with_follow_are_those_between_the_samples(tmp_path: Path, kind: str) -> None:
+    """Also if they are made later: a batch ends in a sample, and its state is of the moment before that sample."""
+    writer = _many(tmp_path, 24, 5)
+    writer.store.delete(part_name(1, "w", 2))
+
+    def data() -> HiddenStatesDataset:
+        return HiddenStatesDataset(str(tmp_path), layers=[15], framework="numpy", follow=True, on_error="skip")
+
+    plain = data()
+    at = iter(plain)
+    before = {0: plain.state_dict()}  # by the number of tokens that were yielded
+    before.update({4 * i: plain.state_dict() for i, _ in enumerate(at, 1)})
+    assert len(before) == 20
+    assert before[4 * 19]["position"]["lost"]
+    batches = PackedContexts(data(), 1, 10) if kind == "packed" else TokenBatches(data(), 5, buffer_tokens=10, keep=0)
+    found = []
+    for number, _ in enumerate(batches):
+        state = batches.state_dict()
+        begun = 10 * (number + 1) - 1 if kind == "packed" else 10 * (number // 2)
+        if begun < 4 * 19:
+            assert state["dataset"] == before[begun // 4 * 4]
+            found.append((state, json.dumps(state)))
+    assert len(found) >= 7
+    assert all(json.dumps(state) == text for state, text in found)
+    assert batches.state_dict()["dataset"] == plain.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["packed", "tokens"])
+def test_with_follow_the_finished_keys_are_not_sorted_for_each_sample(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _many(tmp_path, 200, 200)
+    sorted_keys = 0
+
+    def counted(values: Any) -> list[Any]:
+        nonlocal sorted_keys
+        found = sorted(values)
+        sorted_keys += len(found)
+        return found
+
+    monkeypatch.setattr("hsx_dist.reading.follow.sorted", counted, raising=False)
+    data = HiddenStatesDataset(str(tmp_path), layers=[15], framework="numpy", follow=True)
+    batches = PackedContexts(data, 4, 16) if kind == "packed" else TokenBatches(data, 16, buffer_tokens=64)
+    assert sum(len(batch["input_ids"].flatten()) for batch in batches) == 800
+    assert len(batches.state_dict()["dataset"]["position"]["1/w"][1]) == 200
+    assert sorted_keys < 1000
