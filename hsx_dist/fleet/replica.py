@@ -33,8 +33,6 @@ log = get_logger(__name__)
 
 #: Seconds that the loop sleeps if a step computed nothing (the ring is full, or the last copies are under way).
 IDLE_S = 0.001
-#: Longest refusal, in characters. Longer ones are cut.
-_MAX_REASON = 2000
 
 
 @dataclass(slots=True)
@@ -264,8 +262,7 @@ class Replica:
                 fate: Literal["refused", "failed"] = "refused"
                 if isinstance(e, TooLong) and self._spec.rules.too_long == "fail":
                     fate = "failed"
-                reason = str(e)[:_MAX_REASON]  # stored in receipts, and vLLM's may quote the whole request
-                running.result.refused.append(RowFate(row.key, row.row, fate, reason, running.task.tries, row.content))
+                running.result.refused.append(RowFate(row.key, row.row, fate, str(e), running.task.tries, row.content))
                 continue
             running.open.add(row.key)
             running.result.tokens += len(encoded.token_ids)

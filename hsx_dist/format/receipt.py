@@ -20,6 +20,7 @@ from hsx_dist.format.description import MAX_COLUMNS, MAX_TOKENS
 from hsx_dist.format.json_objects import check_containers, parse_json, shown
 from hsx_dist.format.names import LARGEST_NUMBER, WRITER, parse_part_name
 from hsx_dist.format.segments import SegmentProof, SegmentTable
+from hsx_dist.text import bounded
 
 __all__ = ["Receipt", "RowFate", "SegmentProof"]
 
@@ -54,8 +55,9 @@ class RowFate:
     each try; the row is tried again only on request. ``withdrawn``: revokes an earlier fate of the key, as the row was
     corrected.
 
-    ``content``: hash of the row's content, which distinguishes a corrected row from the refused one; empty when the row
-    could not be read.
+    ``reason``: printable, at most 1,000 characters; it is made so, because a stored one may have any size. ``content``:
+    hash of the row's content, which distinguishes a corrected row from the refused one; empty when the row could not be
+    read.
 
     Example:
         >>> {key: fate.reason for key, fate in run.refused.items()}
@@ -68,6 +70,9 @@ class RowFate:
     reason: str
     tries: int
     content: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", bounded(self.reason))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from typing import Literal
 
@@ -30,7 +29,6 @@ from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import Limits, Verdict
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.progress import Progress
-from hsx_dist.text import bounded
 from hsx_dist.writers.events import Counted, Lost
 
 log = get_logger(__name__)
@@ -259,7 +257,6 @@ class Driver:
             )
 
     def _give_up(self, fate: RowFate) -> None:
-        fate = replace(fate, reason=bounded(fate.reason))
         self._ledger.add(fate)
         if fate.fate == "withdrawn":
             return

@@ -211,7 +211,7 @@ def _sample_in_run(store: Store, key: str, identity: Mapping[str, str] | None, o
     fate = run.fate_of(key)
     if fate is not None and (fate.fate == "refused" or run.complete):
         raise SampleFailed(
-            f"{run.url}: expected a sample {key!r}, got a row that is {fate.fate}: {bounded(fate.reason)}. Correct the "
+            f"{run.url}: expected a sample {key!r}, got a row that is {fate.fate}: {fate.reason}. Correct the "
             "cause, then run the extraction again"
         )
     sample = run[key]

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"errors", "page"},
     "tokenizers": set(),
     "store": {"errors", "config", "logger"},
-    "format": {"errors", "lazy", "page", "config", "store", "logger"},
+    "format": {"errors", "lazy", "page", "config", "store", "logger", "text"},
     "reading": {"errors", "lazy", "layers", "memory", "page", "store", "format", "logger", "text"},
     "models": {"errors"},
     "model_parts": {"errors", "isa", "logger", "models", "page", "format", "reading"},
@@ -92,7 +92,6 @@ ALLOWED: dict[str, set[str]] = {
             "observe",
             "models",
             "logger",
-            "text",
         ),
     },
     "cli": {

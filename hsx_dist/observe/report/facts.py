@@ -19,7 +19,6 @@ from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading import Run
 from hsx_dist.reading.missing import missing_parts, stored_parts
 from hsx_dist.store import Store
-from hsx_dist.text import MAX_REASON
 
 #: Number of parts whose headers are read for the sizes of layers.
 PARTS_LOOKED_AT = 64
@@ -198,7 +197,7 @@ def _reasons(fates: Mapping[str, RowFate]) -> list[tuple[str, int]]:
 
 
 def _kind(reason: str) -> str:
-    words = ["…" if any(c.isdigit() for c in word) else word for word in reason[:MAX_REASON].split()]
+    words = ["…" if any(c.isdigit() for c in word) else word for word in reason.split()]
     return " ".join(words)[:160]
 
 

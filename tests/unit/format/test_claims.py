@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 import zstandard
 
+from hsx_dist.cli.inspect import print_run
 from hsx_dist.cli.tables import layers_text
-from hsx_dist.errors import FormatError, IntegrityError
+from hsx_dist.errors import FormatError, IntegrityError, SampleNotFound
 from hsx_dist.format import compacted
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.codecs import ZstdCodec
@@ -32,16 +33,18 @@ from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.names import LARGEST_NUMBER, parse_receipt_name, receipt_name
 from hsx_dist.format.place import open_place, read_run
 from hsx_dist.format.runs import (
+    check_receipts,
     load_manifest,
     newest_and_complete,
     newest_attempt,
     read_complete,
     read_heartbeat,
     take_attempt,
+    write_complete,
 )
 from hsx_dist.format.segments import exact_sum
 from hsx_dist.page import Segment
-from hsx_dist.reading import load_hidden_states
+from hsx_dist.reading import load_hidden_states, open_run
 from hsx_dist.reading.retention import Retention, used_by_all
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store.local import LocalStore
@@ -80,6 +83,28 @@ def test_objects_that_claim_much_are_read_in_little_memory() -> None:
     found = run_limited(3, 7)
     assert set(found) == set(KINDS)
     assert sum("FormatError" in outcomes for outcomes in found.values()) >= 5
+
+
+def test_long_keys_and_reasons_of_rows_are_shown_shortened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A receipt of few bytes, compressed, may have a reason of millions of characters, and each is shown as six."""
+    store = LocalStore(tmp_path)
+    store_run(store, [random_sample("a", 20)])
+    name = receipt_name(1, "w", 1)
+    body = json.loads(store.get(name))["receipt"]
+    body["rows"] = [
+        [key, 1, fate, "\u202e" * 20_000, 1, ""] for key, fate in (("b", "failed"), ("c" * 20_000, "refused"))
+    ]
+    store.put(name, [sealed(body)])
+    store.delete("attempts/0001.complete.json")
+    write_complete(store, 1, load_manifest(store), {})
+    run = open_run(store.url)
+    print_run(store.url, (), as_json=False)
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 2100
+    with pytest.raises(SampleNotFound, match=r"its row failed: \\u202e\\u202e") as e:
+        run["b"]
+    assert len(str(e.value)) < 2000
+    assert {len(fate.reason) for fate in (*run.refused.values(), *run.failed.values())} <= set(range(990, 1001))
+    assert not list(check_receipts(store))
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
