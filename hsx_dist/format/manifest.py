@@ -98,7 +98,7 @@ class Manifest:
         self._disputed: dict[str, set[int]] = {}  # key → attempts that stored it with different tokens
         self._void: set[str] = set()  # parts that prove nothing any more
         self._dirty: dict[str, None] = {}  # keys whose proofs or fate changed since ``_settle`` last handled them
-        self._copies: dict[str, Copies] = {}  # keys that were looked up one by one, and are not whole yet
+        self._copies: dict[str, Copies] = {}  # keys that were looked up one by one, and may get more segments
         for receipt in receipts:
             self.add(receipt)
 
@@ -300,7 +300,7 @@ class Manifest:
 
     def _settle(self, key: str) -> Copies | None:
         """Decide again which segments, if any, are the sample of ``key``, and whether its fate counts. Returns the
-        ``Copies`` of a key that has several segments and no sample."""
+        ``Copies`` of a key that may get more segments."""
         pending = self._choose(key) if key in self._many else None
         if key in self._fates:
             fate = self._fates[key][1]
@@ -318,13 +318,14 @@ class Manifest:
             if part not in self._void:
                 copies.add(place, self._receipt(place).attempt, (total, columns, sample_hash), column, index, start)
         copies.added = len(places)
-        self._chosen.pop(key, None)
+        was_whole = self._chosen.pop(key, None) is not None
         self._disputed.pop(key, None)
         if disputed := copies.disputed():
             self._disputed[key] = disputed
         if places := copies.sample():
             self._chosen[key] = tuple(places)
-        return None if places else copies
+        # Nearly all samples get no segment after they are whole. Those that do may get thousands.
+        return copies if was_whole or not places else None
 
     def _disputes(self, key: str) -> list[str]:
         """One sentence for each attempt that stored ``key`` with different tokens."""

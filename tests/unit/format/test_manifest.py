@@ -282,6 +282,7 @@ ADDED: dict[str, Callable[[int], Receipt]] = {
     "a segment with another end, of an unknown sample": lambda i: _cut(i, i % 9, 4 * (i % 9), 40 + i, sample=""),
     "the segment before a last one, with another end": lambda i: _cut(i, 1 + i % 2, 4 if i % 2 == 0 else 4 + i, 9 + i),
     "a step of a chain, and next to it another end": lambda i: _cut(i, i // 2, 9 * (i // 2), 9 * (i // 2) + 8 + i % 2),
+    "the whole sample of another attempt": lambda i: _receipt(i, 1, _whole("k")),
     "a segment of another attempt": lambda i: _half(i, attempt=i),
     "a segment with other tokens": lambda i: _half(i, sample=f"{i:016x}"),
     "the same segment with other tokens": lambda i: _receipt(1, i, Segment("k", 1, 4, 8, 9), tokens=i),
@@ -305,20 +306,35 @@ def test_time_grows_with_the_number_of_receipts_and_not_its_square(name: str) ->
     check_linear(make, 256)
 
 
+class Counting(Manifest):
+    """Counts the segments that are read, because the time of a few thousand says little."""
+
+    read = 0
+
+    def _end(self, place: int) -> tuple[int, bytes]:
+        self.read += 1
+        return super()._end(place)
+
+    def at(self, place: int) -> tuple[str, int, list[int], list[bytes]]:
+        self.read += 1
+        return super().at(place)
+
+
 @pytest.mark.parametrize("name", ADDED)
 def test_a_segment_is_compared_with_few_others(name: str) -> None:
-    """Counts the ends that are read, because the time of a few thousand says little."""
-
-    class Counting(Manifest):
-        ends = 0
-
-        def _end(self, place: int) -> tuple[int, bytes]:
-            self.ends += 1
-            return super()._end(place)
-
     manifest = Counting([ADDED[name](i) for i in range(1, 513)])
     assert len(manifest.samples) <= 1
-    assert manifest.ends <= 8 * 512
+    assert manifest.read <= 8 * 512
+
+
+@pytest.mark.parametrize("name", [name for name in ADDED if "lost" not in name])
+def test_asking_for_a_sample_after_each_receipt_adds_each_segment_once(name: str) -> None:
+    """Also if the sample is whole, and more copies follow."""
+    manifest = Counting()
+    for i in range(1, 513):
+        manifest.add(ADDED[name](i))
+        assert ("k" in manifest.samples) == ("whole" in name)
+    assert manifest.read <= 9 * 512
 
 
 @pytest.mark.parametrize("name", [name for name in ADDED if "segment" in name])
