@@ -21,20 +21,20 @@ def connect_ray(run: str = "") -> None:
 
     if ray.is_initialized():
         return
-    address = os.environ.get("RAY_ADDRESS")
-    if address is None and str(Path.cwd()) not in _searched():
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local" and str(Path.cwd()) not in _searched():
         # A local cluster starts processes with ``python -c``, which would search this folder before installed modules.
         os.environ["PYTHONSAFEPATH"] = "1"
     try:
         ray.init(
-            address=address or "local",
+            address=address,
             log_to_driver=False,
             logging_level=logging.WARNING,
             job_config=_job_config(run),
         )
     except ConnectionError as e:
         raise ConfigError(
-            f"RAY_ADDRESS: expected a Ray cluster at {public_url(address or 'local')!r}, got: "
+            f"RAY_ADDRESS: expected a Ray cluster at {public_url(address)!r}, got: "
             f"{public_url(str(e))}. Start a cluster, or unset RAY_ADDRESS"
         ) from e
 

@@ -95,9 +95,9 @@ def test_a_run_is_read_and_exported_by_rays_tasks(ray_cluster: RayHead, tmp_path
     assert (done.returncode, "expected one of" in done.stderr) == (2, True), done.stderr
 
 
-@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("address", ["the cluster", None, "", "local"])
 def test_no_process_of_a_command_imports_modules_of_its_working_folder(
-    ray_cluster: RayHead, tmp_path: Path, local: bool
+    ray_cluster: RayHead, tmp_path: Path, address: str | None
 ) -> None:
     """The folder may be a run of another author. By default Ray's workers search the driver's folder first."""
     run, trap = tmp_path / "run", tmp_path / "executed"
@@ -108,7 +108,10 @@ def test_no_process_of_a_command_imports_modules_of_its_working_folder(
     hsx = Path(sys.executable).with_name("hsx")
     argv = [str(hsx), "export", ".", str(tmp_path / "out"), "--to", "vllm", "--ray"]
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
-    env |= {"RAY_TMPDIR": "/tmp"} if local else {**ray_cluster.env, "RAY_ADDRESS": ray_cluster.address}
+    if address == "the cluster":
+        env |= {**ray_cluster.env, "RAY_ADDRESS": ray_cluster.address}
+    else:
+        env |= {"RAY_TMPDIR": "/tmp"} | ({} if address is None else {"RAY_ADDRESS": address})
     done = subprocess.run(argv, cwd=run, env=env, capture_output=True, text=True, timeout=280)
     assert not trap.exists(), trap.read_text()
     assert "1 files written; complete" in done.stdout, done.stdout + done.stderr[-4000:]
