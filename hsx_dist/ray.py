@@ -21,6 +21,7 @@ from hsx_dist.exporting import ExportOptions, ExportReport, export_run
 from hsx_dist.exporting.export import exporter_of
 from hsx_dist.lazy import cached_property
 from hsx_dist.ray_arguments import sendable
+from hsx_dist.ray_calls import redacted_errors, remote
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.column import StoredPoint
 from hsx_dist.reading.datasets import HiddenStatesDataset
@@ -98,6 +99,10 @@ def _row_bytes(point: StoredPoint) -> int:
 
 def _reader(selection: Selection, options: Mapping[str, Any]) -> Callable[[], Iterable[Block]]:
     def read() -> Iterable[Block]:
+        with redacted_errors():
+            yield from blocks()
+
+    def blocks() -> Iterable[Block]:
         import pyarrow as pa
         from ray.data.extensions import ArrowTensorArray
 
@@ -241,12 +246,12 @@ def export(
     exporter_of(to)(run, options or ExportOptions())  # raises for wrong options here, not in a task
     count = shards or max(1, int(ray.cluster_resources().get("CPU", 1)))
 
-    @ray.remote(num_cpus=1, max_retries=3)
     def work(shard: int) -> ExportReport:
         own = open_run(url, storage_options=storage_options)
         return export_run(own, to, dest, options, shard=shard, shards=count, finish=False)
 
-    reports = ray.get([work.remote(shard) for shard in range(count)])
+    task = remote(work, num_cpus=1, max_retries=3)
+    reports = ray.get([task.remote(shard) for shard in range(count)])
     last = export_run(run, to, dest, options)
     written, there = sum(r.written for r in reports), sum(r.there for r in reports)
     return ExportReport(written, there, last.finished, last.left_out)

@@ -16,10 +16,11 @@ from hsx_dist.fleet.cpu_binding import prepare_cpu
 from hsx_dist.fleet.placement import Placement
 from hsx_dist.fleet.tasks import EngineSpec, Task, TaskResult
 from hsx_dist.logger import get_logger
-from hsx_dist.observe.logs import configure_logging, redact_records
+from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.ray_arguments import sendable
+from hsx_dist.ray_calls import remote
 from hsx_dist.writers.events import Lost
 from hsx_dist.writers.ray_pool import RaySender
 
@@ -41,7 +42,6 @@ class ReplicaActor:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         # In ps, top and py-spy the ranks' processes are then named `hsx replica 0::Worker_TP1`.
         os.environ.setdefault("VLLM_PROCESS_NAME_PREFIX", f"hsx replica {tags['replica']}")
-        redact_records()  # before vLLM is imported: it logs then
         self._claim = prepare_cpu(spec.ranks, num_cpus)
         from hsx_dist.fleet.replica import Replica
 
@@ -114,7 +114,7 @@ def start_replica(
             placement_group_capture_child_tasks=len(placement.bundles) > 1,
         )
     actor = (
-        ray.remote(ReplicaActor)
+        remote(ReplicaActor)
         .options(
             name=name,
             namespace=namespace,

@@ -109,13 +109,14 @@ def _on_cluster(config: ExtractConfig) -> list[Diagnosis]:
     from ray.exceptions import RayError
 
     from hsx_dist.fleet.ray_errors import reason_of
+    from hsx_dist.ray_calls import remote
 
     connect_ray()
     ranks = int(config.engine_kwargs.get("tensor_parallel_size", 1))
     gpus = config.replica.num_gpus
     if gpus is None:
         gpus = float(ranks) if ray.cluster_resources().get("GPU", 0) else 0.0
-    task = ray.remote(_diagnose_there).options(
+    task = remote(_diagnose_there).options(
         num_cpus=config.replica.num_cpus, num_gpus=gpus, resources=config.replica.resources or None, max_retries=0
     )
     try:

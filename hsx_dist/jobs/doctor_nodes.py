@@ -23,6 +23,7 @@ from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.diagnosis import Diagnosis, machine_limits, probe_store
 from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.ray_arguments import sendable
+from hsx_dist.ray_calls import remote
 
 #: Seconds for a node's answer. Its worker process must start, and import its modules.
 NODE_SECONDS = 120.0
@@ -81,7 +82,7 @@ def ask_nodes(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iter
     asked = {}
     for node in nodes:
         # No CPUs: it also runs on a node without free CPUs. Credentials are an argument, which Ray never shows.
-        task = ray.remote(examine_node).options(
+        task = remote(examine_node).options(
             num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         )
         has_gpu = bool(node["Resources"].get("GPU"))

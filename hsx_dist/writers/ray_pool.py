@@ -19,11 +19,12 @@ from hsx_dist.errors import HsxError
 from hsx_dist.format.same_run import require_same_run
 from hsx_dist.logger import get_logger
 from hsx_dist.memory.plasma_views import PlasmaViews
-from hsx_dist.observe.logs import configure_logging, redact_records
+from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.page import Page, Segment
 from hsx_dist.ray_arguments import sendable
+from hsx_dist.ray_calls import remote
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.opening import Backend
 from hsx_dist.store.prefix import PrefixStore
@@ -77,7 +78,6 @@ class WriterActor:
 
     def __init__(self, spec: PoolWriterSpec):
         os.environ.update(spec.environment)
-        redact_records()
         configure_logging(logging.INFO, **spec.tags)
         self._events: queue.SimpleQueue[Event | Counted | Unusable] = queue.SimpleQueue()
         self._credits = Credits(spec.credit_bytes)
@@ -174,7 +174,7 @@ def start_writer(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return (
-        ray.remote(concurrency_groups={"control": 4})(WriterActor)
+        remote(WriterActor, concurrency_groups={"control": 4})
         .options(
             name=name,
             namespace=namespace,

@@ -155,13 +155,13 @@ for name in ("vllm.x", "other", "hsx_dist.x"):
 
 
 def test_each_process_of_this_package_redacts_its_records() -> None:
-    """The connector's process may be a user's server. There vLLM's plugin decides."""
+    """The connector's process may be a user's server. There vLLM's plugin decides. Actors: see test_ray_calls.py."""
     package = Path(hsx_dist.__file__).parent
     sources = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
     configured = {name for name, text in sources.items() if re.search(r"^ +configure_logging\(", text, re.MULTILINE)}
     redacted = {name for name, text in sources.items() if re.search(r"^ +redact_records\(", text, re.MULTILINE)}
-    assert configured - redacted == {"connector/connector.py"}
-    assert redacted - configured == {"observe/logs.py", "transport/writer_process.py"}
+    assert configured - redacted == {"connector/connector.py", "fleet/replica_actor.py", "writers/ray_pool.py"}
+    assert redacted - configured == {"observe/logs.py", "ray_calls.py", "transport/writer_process.py"}
 
 
 @pytest.mark.parametrize("error", ["HsxError", "ValueError"])
