@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from hsx_dist.config import ExtractConfig
+from hsx_dist.config.redaction import redact_text
 from hsx_dist.errors import AlreadyExists, ConfigError, StoreError
 from hsx_dist.store import open_store
 
@@ -24,11 +25,17 @@ MIN_SHM_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The result of one check. ``message``: the finding; if it is not ok, also the expected value and what to do."""
+    """The result of one check. ``message``: the finding; if it is not ok, also the expected value and what to do.
+
+    The message is redacted, because it may have a library's error.
+    """
 
     name: str
     state: State
     message: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", redact_text(self.message))
 
 
 def machine_limits(in_flight: int, *, has_gpu: bool) -> Iterator[Diagnosis]:

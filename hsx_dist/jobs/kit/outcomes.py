@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from hsx_dist.config.redaction import redact_text
 from hsx_dist.jobs.kit.process import child
 
 OutcomeState = Literal["passed", "failed", "crashed", "timed out", "not run"]
@@ -40,7 +41,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a check. ``figures``: measured numbers, JSON types."""
+    """The result of a check. ``message``: redacted; ``figures``: measured numbers, JSON types."""
 
     group: str
     name: str
@@ -48,6 +49,9 @@ class Outcome:
     message: str
     seconds: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", redact_text(self.message))
 
     @property
     def bad(self) -> bool:
@@ -80,7 +84,8 @@ def run_check(check: Check) -> Outcome:
 
 
 def _judge(status: int | None, result: Path, log: Path, limit_s: float) -> tuple[OutcomeState, str, dict[str, Any]]:
-    tail = log.read_text(errors="replace")[-_TAIL:].strip()
+    # Redacted before the cut, because half of a URL is not recognized as one.
+    tail = redact_text(log.read_text(errors="replace"))[-_TAIL:].strip()
     if status is None:
         return "timed out", f"did not end within {limit_s:.0f} s; its log ends:\n{tail}", {}
     if status != 0:

@@ -169,6 +169,21 @@ def test_an_engine_is_not_started_after_a_failure(monkeypatch: pytest.MonkeyPatc
     )
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_no_check_shows_credentials_of_a_librarys_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    def refuse(_: Any) -> Any:
+        raise ConfigError("model: expected an answer, got 401 for https://user:SECRET@hub/x")
+
+    monkeypatch.setattr(doctor.preflight, "examine_model", refuse)
+    with pytest.raises(SystemExit):
+        main(["doctor", "model=org/x", "output=/nowhere", "pool=threads", *(["--json"] if as_json else [])])
+    shown = capsys.readouterr().out
+    assert "got 401 for https://hub/x" in shown
+    assert "SECRET" not in shown
+
+
 def test_a_node_with_other_versions(tmp_path: Path) -> None:
     from hsx_dist.jobs.doctor_nodes import examine_node, versions
 

@@ -39,6 +39,19 @@ def test_a_check_reads_as_what_it_was(code, state, words):
     assert outcome.figures == ({"n": 1} if state == "passed" else {})
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "claim('failed', 'got 401 for https://user:SECRET@h/x')",
+        "print('of https://user:SECRET@h/' + 1490 * 'x'); sys.exit(3)",
+    ],
+)
+def test_the_message_has_no_credentials(code):
+    outcome = run_check(check(code))
+    assert outcome.bad
+    assert "SECRET" not in outcome.message
+
+
 def test_a_check_that_cannot_run_is_not_started():
     outcome = run_check(Check("group", "name", ("/no/such/program",), cannot="no CUDA device"))
     assert (outcome.state, outcome.message) == ("not run", "no CUDA device")
