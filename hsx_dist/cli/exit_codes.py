@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
@@ -18,6 +19,8 @@ from hsx_dist.observe.logs import configure_logging, redact_records
 
 FINE, FOUND_BAD, WRONG_USE = 0, 1, 2
 
+#: typer has a copy of click, and does not export this class.
+_USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
 _WRONG_USE = (ConfigError, InputError, NotFound, Denied, RunMismatch, SampleNotFound)
 
 
@@ -36,7 +39,18 @@ def run_app(app: typer.Typer, args: Sequence[str] | None, name: str) -> None:
     redact_records()
     configure_logging(logging.DEBUG if debug else logging.WARNING)
     try:
-        app(args=None if args is None else list(args), prog_name=name)
+        # Not standalone: typer would print the error of a wrong argument itself, with the argument's password.
+        status = app(args=None if args is None else list(args), prog_name=name, standalone_mode=False)
+        sys.exit(status or FINE)
+    except _USAGE_ERROR as e:
+        shown = io.StringIO()
+        e.show(shown)
+        for line in redact_text(shown.getvalue()).strip().splitlines():
+            say(line, to=sys.stderr)
+        sys.exit(WRONG_USE)
+    except typer.Abort:
+        say("Aborted!", to=sys.stderr)
+        sys.exit(FOUND_BAD)
     except HsxError as e:
         if debug:
             say_lines(redact_text(traceback.format_exc()), to=sys.stderr)
