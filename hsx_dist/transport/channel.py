@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.format.receipt import Receipt
-from hsx_dist.logger import get_logger
+from hsx_dist.logger import get_logger, shown_traceback
 from hsx_dist.memory.shared import map_memory
 from hsx_dist.observe.console import say_lines
 from hsx_dist.observe.metrics import Increments, Meter
@@ -179,7 +178,7 @@ class ReturnQueue:
             self._send()
         except BaseException:  # noqa: BLE001 - any error
             # Without this thread the engine would wait for ever. After a disconnect it reports the lost samples.
-            say_lines(traceback.format_exc(), to=sys.stderr)
+            say_lines(shown_traceback(sys.exc_info()), to=sys.stderr)
             self._connection.close()
 
     def _send(self) -> None:
