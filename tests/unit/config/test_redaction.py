@@ -74,6 +74,8 @@ def test_credentials_are_hidden(text: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "KeyError: 'num_layers'",
+        "expected some of ['id', 'key', 'messages'], got 'text'",
         "rank=0 init_method=tcp://127.0.0.1:42000 backend=gloo, num_key_value_heads=8",
         "('tcp://10.0.0.1:1234', 'http://[::1]:80/x'), [http://h:80], {http://{}:{}} http://h:8000\x1b[39m",
         "part s3://bucket/data/a@b.hsx?x=1 at 12:30:00, git@github.com:org/x, mail a@b.c",
