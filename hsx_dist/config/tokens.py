@@ -14,7 +14,7 @@ _KNOWN = {
     "xox[a-z]-": r"[\w-]{20}",
     r"ya29\.": r"[\w-]{20}",
     "eyJ": r"[\w.-]{20}",
-    "AKIA": "[A-Z0-9]{20}",
+    "AKIA": "[A-Z0-9]{16}",
 }
 _QUOTE = r"(?:[bu]?\\{0,8}['\"])?"
 #: The text before a token of any length: a header's name and its scheme, or a scheme before a known prefix.
