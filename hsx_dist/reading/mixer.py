@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -182,14 +183,16 @@ def ahead(source: Iterator[Block | None], depth: int, left: Event) -> Generator[
     """
     end = object()
     pool = ThreadPoolExecutor(1, thread_name_prefix="hsx-mix")
+    exiting = sys.is_finalizing  # as ``read_ahead``
     try:
         queue: deque[Future[Any]] = deque(pool.submit(next, source, end) for _ in range(depth))
         while (step := queue.popleft().result()) is not end:
             queue.append(pool.submit(next, source, end))
             yield step
     finally:
-        left.set()
-        pool.shutdown(wait=False, cancel_futures=True)  # as ``read_ahead``
+        if not exiting():
+            left.set()
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def digest(ids: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,7 @@ def read_ahead(
     source is raised after all items that precede it have been yielded.
     """
     pool = ThreadPoolExecutor(threads, thread_name_prefix="hsx-read")
+    exiting = sys.is_finalizing  # a local name: at exit, Python may clear modules before it ends this generator
     queue: deque[tuple[T, int, Future[R]]] = deque()
     source = iter(items)
     held = 0
@@ -66,7 +68,8 @@ def read_ahead(
             held -= nbytes
     finally:
         # Without waiting: the garbage collector may end an abandoned iteration in a thread that holds a reader's lock.
-        pool.shutdown(wait=False, cancel_futures=True)
+        if not exiting():  # at exit the threads have ended, and ``shutdown`` may lack the module ``queue``
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def reused_memory(max_bytes: int) -> Empty:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -88,3 +90,17 @@ def test_leaving_early_does_not_wait_for_a_thread() -> None:
         assert time.monotonic() < end
         time.sleep(0.001)
     assert all(seen)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "prefetch import read_ahead; os.kept = read_ahead(str, ((i, 1) for i in range(99)), threads=2, max_bytes=9)",
+        "mixer import ahead; os.kept = ahead(iter(range(99)), 3, threading.Event())",
+    ],
+)
+def test_an_abandoned_iteration_prints_nothing_at_exit(kept: str) -> None:
+    """Python clears ``concurrent.futures`` before ``os``, which it imported earlier."""
+    script = f"import os, threading; from hsx_dist.reading.{kept}; next(os.kept)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
