@@ -234,6 +234,8 @@ def _load_config(config: ExtractConfig, path: str) -> Any:
     from transformers import AutoConfig
 
     trust = bool(config.engine_kwargs.get("trust_remote_code", False))
+    if not Path(path).exists():
+        _check_id(path, config.revision)
     try:
         return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=trust)
     except (OSError, ValueError) as e:
@@ -241,6 +243,25 @@ def _load_config(config: ExtractConfig, path: str) -> Any:
             f"model: expected a Hugging Face id or a folder with a config.json, got {config.model!r}: "
             f"{public_url(str(e).splitlines()[0])} Check the name, the access to the hub, or give a folder"
         ) from None
+
+
+def _check_id(model: str, revision: str | None) -> None:
+    """Log that the hub is asked next: for a wrong id, its client retries for half a minute.
+
+    Raises:
+        ConfigError: ``model`` cannot be an id.
+    """
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        raise ConfigError(
+            f"model: expected a Hugging Face id or a folder with a config.json, got {public_url(model)!r}, which does "
+            "not exist. Check the path"
+        ) from None
+    if hub_commit(model, revision) is None:
+        log.warning("%s is neither a folder nor in Hugging Face's cache: looking it up on the hub", model)
 
 
 def state_dtype(config: ExtractConfig, model: Any) -> str:

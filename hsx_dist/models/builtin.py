@@ -10,6 +10,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
+from hsx_dist.errors import ConfigError
 from hsx_dist.models import smollm2 as _smollm2
 
 SMOLLM2 = "builtin:smollm2-135m-instruct"
@@ -45,5 +46,13 @@ def smollm2(cache: Path | None = None) -> Path:
 
 
 def resolve_model(name: str) -> str:
-    """Return the model for vLLM or transformers: the built-in model's folder, or ``name`` itself."""
-    return str(smollm2()) if name == SMOLLM2 else name
+    """Return the model for vLLM or transformers: the built-in model's folder, or ``name`` itself.
+
+    Raises:
+        ConfigError: there is no built-in model of this name.
+    """
+    if name == SMOLLM2:
+        return str(smollm2())
+    if name.startswith("builtin:"):
+        raise ConfigError(f"model: expected a built-in model, got {name!r}. Use {SMOLLM2}")
+    return name

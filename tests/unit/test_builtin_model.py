@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.models import smollm2
+from hsx_dist.models import builtin, smollm2
+
+
+def test_a_misspelt_name_is_refused_with_the_models_name() -> None:
+    with pytest.raises(ConfigError, match=r"got 'builtin:smollm2'\. Use builtin:smollm2-135m-instruct$"):
+        builtin.resolve_model("builtin:smollm2")
 
 
 def test_a_missing_package_is_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,27 @@ def test_arguments_that_choose_the_points_of_a_preset_are_settings(tmp_path: Pat
     resume(named, config(model, capture={"points": {"mlp_out": [0]}}, engine_kwargs=then))
 
 
+def test_a_model_that_is_not_here_is_announced_or_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For a wrong id, the hub's client prints warnings for half a minute before it raises."""
+    from transformers import AutoConfig
+
+    asked: list[str] = []
+
+    def from_pretrained(model: str, **_: Any) -> Any:
+        asked.append(caplog.text)
+        raise OSError(f"{model} is no model")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    with pytest.raises(ConfigError, match="'org/absent': org/absent is no model Check the name"):
+        examine_model(config("org/absent"))
+    assert "org/absent is neither a folder nor in Hugging Face's cache: looking it up on the hub" in asked.pop()
+    with pytest.raises(ConfigError, match=r"got '\./absent/model', which does not exist\. Check the path$"):
+        examine_model(config("./absent/model"))
+    assert not asked
+
+
 def test_an_argument_that_vllm_does_not_have_is_refused_before_a_run_is_stored(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
