@@ -194,28 +194,34 @@ class _RowCheck:
     def judge_line(self, row: int, number: int, line: bytes | None) -> Row | RowFate:
         most = int(self.config.max_row_bytes)
         if line is None:
-            return self._refused(row, number, f"the row is longer than {most} bytes (input.max_row_bytes); split it")
+            return self._refused(
+                row, number, f"expected a row of at most {most} bytes (input.max_row_bytes), got a longer one. Split it"
+            )
         if cost_of_json(line) > most_cost(most):
-            reason = f"the row has more values than {most} bytes (input.max_row_bytes) should hold; split it"
+            reason = (
+                f"expected as many values as {most} bytes (input.max_row_bytes) should hold, got more. Split the row"
+            )
             return self._refused(row, number, reason)
         if not line.strip():
-            return self._refused(row, number, "the line is empty; expected a JSON object")
+            return self._refused(row, number, "expected one JSON object, got an empty line. Remove it")
         try:
-            record = row_json(line.decode("utf-8-sig" if number == 0 else "utf-8"))
+            record = row_json(line.rstrip().decode("utf-8-sig" if number == 0 else "utf-8"))
         except UnicodeDecodeError:
-            return self._refused(row, number, "the line is not UTF-8; write it as UTF-8")
+            return self._refused(row, number, "expected a line in UTF-8, got other bytes. Write it as UTF-8")
         except InputError as e:
             return self._refused(row, number, f"the line: {e}")
         except (ValueError, RecursionError) as e:
             what = f"{e.msg} at column {e.colno}" if isinstance(e, json.JSONDecodeError) else type(e).__name__
-            return self._refused(row, number, f"the line is not JSON ({what}); expected one JSON object")
+            return self._refused(
+                row, number, f"expected one JSON object, got a line that is not JSON ({what}). Correct the line"
+            )
         return self.judge(row, number, record)
 
     def judge_text(self, row: int, number: int, line: bytes) -> Row | RowFate:
         try:
             text = line.decode("utf-8-sig" if number == 0 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
-            return self._refused(row, number, "the line is not UTF-8; write it as UTF-8")
+            return self._refused(row, number, "expected a line in UTF-8, got other bytes. Write it as UTF-8")
         return self.judge(row, number, {self.config.text: text})
 
     def judge(self, row: int, number: int, record: Any) -> Row | RowFate:

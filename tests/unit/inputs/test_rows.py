@@ -59,9 +59,11 @@ def test_other_field_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"{", "not JSON"),
+        (b"{", "expected one JSON object, got a line that is not JSON (Expecting property name"),
+        (b'{"id": 1, "text": "a"', "JSON (Expecting ',' delimiter at column 22). Correct the line"),
         (b"nope", "not JSON"),
-        (b'{"text": "\xff"}', "not UTF-8"),
+        (b"", "expected one JSON object, got an empty line. Remove it"),
+        (b'{"text": "\xff"}', "expected a line in UTF-8, got other bytes. Write it as UTF-8"),
         (b"[" * 100_000, "not JSON"),
         (b"9" * 10_000, "not JSON"),
         (b"3", "expected a JSON object, got an integer"),
