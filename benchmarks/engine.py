@@ -180,7 +180,7 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Choice:
     if unknown := set(sinks) - set(SINKS):
         parser.error(f"--sinks: expected some of {', '.join(SINKS)}, got {', '.join(sorted(unknown))}")
     if len(set(sinks)) < len(sinks):
-        parser.error(f"--sinks: expected each once, got {','.join(sinks)}")
+        parser.error(f"--sinks: expected each sink once, got {','.join(sinks)}")
     for name, given in (("--rounds", rounds), ("--windows", windows)):
         if given < 1:
             parser.error(f"{name}: expected at least 1, got {given}")

@@ -361,17 +361,11 @@ def _row(value: Any) -> int:
 
 
 def _layers(value: Any, captured: tuple[int, ...], point: str = "") -> tuple[int, ...]:
-    if (
-        not isinstance(value, Sequence)
-        or isinstance(value, str)
-        or not 0 < len(value) <= len(captured)
-        or not all(_whole(v) for v in value)
-        or len(set(value)) != len(value)
-        or not set(value) <= set(captured)
-    ):
-        raise ValueError(
-            f"expected some of the captured layers {list(captured)}{point}, each once, got {_shown(value)}"
-        )
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or not 0 < len(value) <= len(captured) or not all(_whole(v) and v in captured for v in value):
+        raise ValueError(f"expected some of the captured layers {list(captured)}{point}, got {_shown(value)}")
+    if len(set(value)) != len(value):
+        raise ValueError(f"expected each of the layers{point} once, got {_shown(value)}")
     return tuple(int(v) for v in value)
 
 

@@ -344,7 +344,7 @@ def _info(d: dict[str, Any], codec: Codec, schema: str) -> SegmentInfo:
         raise FormatError(f"dtype: expected one of {', '.join(CARRIER)}, got {dtype[:40]!r}")
     layer_ids = _ints(_get(d, "layer_ids", list), 0, MAX_HIDDEN_SIZE, "layer_ids")
     if not layer_ids or len(set(layer_ids)) != len(layer_ids):
-        raise FormatError(f"layer_ids: expected at least one, each once, got {len(layer_ids)}")
+        raise FormatError(f"layer_ids: expected one or more different ids, got {list(layer_ids[:20])}")
     hidden_size = _int(d, "hidden_size", 1, MAX_HIDDEN_SIZE)
     chunk_tokens = _int(d, "chunk_tokens", 1, MAX_TOKENS)
     info = SegmentInfo(segment, layer_ids, dtype, hidden_size, chunk_tokens, len(layer_ids))

@@ -93,12 +93,13 @@ def _key(request: Request) -> str:
 
 def _check_names(request: Request) -> None:
     for name in request.query_params:
-        given = len(request.query_params.getlist(name))
-        if name not in _KNOWN or given > 1:
+        if name not in _KNOWN:
             raise bad_request(
-                f"expected parameters among {', '.join(_KNOWN)}, each once, got {name[:80]!r} {given} times. Remove it",
+                f"expected parameters among {', '.join(_KNOWN)}, got the unknown parameter {name[:80]!r}. Remove it",
                 name[:80],
             )
+        if (given := len(request.query_params.getlist(name))) > 1:
+            raise bad_request(f"expected each parameter once, got {name!r} {given} times. Give it once", name)
 
 
 def _range(given: Mapping[str, str]) -> Range:
@@ -112,15 +113,21 @@ def _range(given: Mapping[str, str]) -> Range:
 def _names(value: str, param: str) -> list[str]:
     """Parse a list of names, each once. With repeated names, the file could be many times larger than the sample."""
     names = value.split(",")
-    if not all(names) or len(names) > _MAX_LIST or len(set(names)) < len(names):
-        raise bad_request(f"expected 1 to {_MAX_LIST} values separated by commas, each once, got {value[:80]!r}", param)
+    if not all(names) or len(names) > _MAX_LIST:
+        raise bad_request(
+            f"expected 1 to {_MAX_LIST} values separated by commas, got {value[:80]!r}. Correct it", param
+        )
+    if len(set(names)) < len(names):
+        raise bad_request(f"expected each value once, got {value[:80]!r}. Remove the repeated ones", param)
     return names
 
 
 def _layers(value: str) -> tuple[int, ...]:
     names = _names(value, "layers")
     if not all(re.fullmatch(r"0|[1-9][0-9]{0,8}", name) for name in names):  # 2 and 02 would be the same layer twice
-        raise bad_request(f"expected layer ids such as 2,15, got {value[:80]!r}", "layers")
+        raise bad_request(
+            f"expected layer ids such as 2,15, got {value[:80]!r}. Use numbers of stored layers", "layers"
+        )
     return tuple(map(int, names))
 
 

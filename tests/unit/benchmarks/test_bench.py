@@ -280,7 +280,7 @@ def test_the_loads_and_sinks_that_a_choice_names_exist():
         (["--loads", "thin*"], "expected --results FOLDER, got none"),
         (["--choice", "short", "--profile", "x"], "expected --results FOLDER, got none"),
         (["--loads", "nope", "--results", "x"], "got 'nope'"),
-        (["--loads", "thin*", "--results", "x", "--sinks", "file,file"], "each once"),
+        (["--loads", "thin*", "--results", "x", "--sinks", "file,file"], "each sink once"),
         (["--loads", "thin*", "--results", __file__], "expected a folder"),
         (
             ["--loads", "thin/5/*/host", "--results", "x", "--sinks", "none"],

@@ -137,6 +137,13 @@ def test_a_wrong_value_does_not_affect_other_parameters(name, value):
     assert (options.key, options.layer_ids, options.tokens, options.save) == (options.id, CAPTURED, ALL, True)
 
 
+def test_a_repeated_layer_is_not_called_missing():
+    repeated, other = (read({"hidden_states_layers": ids}).refused["hidden_states_layers"] for ids in ([2, 2], [3]))
+    assert "expected each of the layers once, got" in repeated
+    assert "expected some of the captured layers" in other
+    assert "once" not in other
+
+
 @pytest.mark.parametrize(
     "path",
     [

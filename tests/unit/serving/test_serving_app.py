@@ -289,6 +289,21 @@ def test_wrong_keys_and_parameters_are_refused_and_no_path_leaves_the_prefix(tmp
         assert c.delete("/v1/hidden_states/k").status_code == 405
 
 
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("layer=2", "got the unknown parameter 'layer'. Remove it"),
+        ("layers=2&layers=15", "expected each parameter once, got 'layers' 2 times. Give it once"),
+        ("layers=2,15,2", "expected each value once, got '2,15,2'. Remove the repeated ones"),
+        ("layers=last", "got 'last'. Use numbers of stored layers"),
+    ],
+)
+def test_an_unknown_parameter_and_a_repeated_one_have_other_messages(tmp_path, query, message):
+    store_sample(tmp_path, random_sample("k"))
+    with client(outer_server(tmp_path)) as c:
+        assert error(c.get(f"/v1/hidden_states/k?{query}"), 400, "ConfigError").endswith(message)
+
+
 def test_each_choice_of_an_answer_has_its_own_states(tmp_path):
     server = outer_server(tmp_path, delay=0.2)
     with client(server) as c:
