@@ -316,15 +316,15 @@ class SchedulerHalf:
         self, request: Request, options: RequestParams
     ) -> tuple[np.ndarray[Any, Any], dict[str, Any], str | None]:
         """Return the tokens (int64) whose states are computed, their ``meta``, and the reason if there are none."""
-        none = np.empty(0, np.int64)
+        none, again = np.empty(0, np.int64), "Send the request again"
         prompt = request.prompt_token_ids
         if not prompt or request.prompt_embeds is not None:
-            return none, {}, "expected a prompt of token ids, got embeddings"
+            return none, {}, "expected a prompt of token ids, got embeddings. Send text or token ids"
         # vLLM counts tokens of a step in flight as computed, but their states may not be written yet.
         computed = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
         aborted = request.status == RequestStatus.FINISHED_ABORTED
         if computed < len(prompt):
-            return none, {}, f"expected {len(prompt)} computed tokens, got {computed} ({request.status.name})"
+            return none, {}, f"expected {len(prompt)} computed tokens, got {computed} ({request.status.name}). {again}"
         if not options.include_output_tokens:
             return np.asarray(prompt, dtype=np.int64), {}, None
         if aborted and self._settings.aborted_outputs == "drop":
@@ -338,7 +338,7 @@ class SchedulerHalf:
             meta["finish_reason"] = "abort"
             tokens = tokens[: max(computed, len(prompt))]
         elif computed < len(tokens):
-            return none, {}, f"expected {len(tokens)} computed tokens, got {computed} ({request.status.name})"
+            return none, {}, f"expected {len(tokens)} computed tokens, got {computed} ({request.status.name}). {again}"
         return tokens, meta, None
 
     def _answer(
