@@ -21,6 +21,7 @@ from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleFailed
 from hsx_dist.format.container import Part
 from hsx_dist.format.markers import OBJECT, is_of_a_run
+from hsx_dist.format.part_request import layer_list
 from hsx_dist.page import token_hash
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.load import answered_identity, load_object
@@ -102,7 +103,11 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         delete_generated: bool = False,
         storage_path: str | None = None,
     ):
-        self._url, self._layers, self._options = run, None if layers is None else list(layers), storage_options
+        self._url, self._layers, self._options = (
+            run,
+            None if layers is None else list(layer_list(layers)),
+            storage_options,
+        )
         self._wait, self._delete, self._storage_path = wait, delete_generated, storage_path
         self._run: Run | None = None
         self._rows: dict[int, int] = {}

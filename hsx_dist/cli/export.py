@@ -66,4 +66,6 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
     try:
         return None if text is None else tuple(int(k) for k in text.split(","))
     except ValueError:
-        raise ConfigError(f"--layers: expected layer ids with commas, such as 2,15,27, got {text!r}") from None
+        raise ConfigError(
+            f"--layers: expected layer ids with commas, such as 2,15,27, got {text!r}. `hsx ls` prints the run's layers"
+        ) from None

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hsx_dist.errors import ConfigError, install_extra
+from hsx_dist.format.part_request import layer_list
 from hsx_dist.layers import resolve_layers
 from hsx_dist.page import HIDDEN_STATES
+from hsx_dist.reading.items import require_positive
 from hsx_dist.reading.run import Run
 
 #: The layer ids of every exporter, described in ``export.json``.
@@ -37,7 +39,8 @@ class ExportOptions:
         hook: for ``saelens`` a hook's name, such as ``blocks.3.hook_mlp_out``, in place of ``aux_layers``.
 
     Raises:
-        ConfigError: ``top_k``, ``samples_per_file`` or ``context`` is less than 1.
+        ConfigError: ``top_k``, ``samples_per_file`` or ``context`` is no integer of at least 1, or ``aux_layers`` is no
+            list of integers.
 
     Example:
         >>> from hsx_dist.exporting import ExportOptions
@@ -55,9 +58,9 @@ class ExportOptions:
     hook: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "samples_per_file", "context"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}. Set 1 or more")
+        require_positive(top_k=self.top_k, samples_per_file=self.samples_per_file, context=self.context)
+        if self.aux_layers is not None:
+            object.__setattr__(self, "aux_layers", layer_list(self.aux_layers, "aux_layers"))
 
 
 class SampleLeftOut(Exception):
@@ -203,10 +206,14 @@ def layers_before_last(run: Run, options: ExportOptions, num_layers: int, traine
     with vLLM.
     """
     layers = any_layers(run, options, num_layers, trainer)
-    if num_layers in layers or len(set(layers)) < len(layers):
+    if len(set(layers)) < len(layers):
         raise ConfigError(
-            f"{trainer}: expected auxiliary layers below {num_layers}, each once, got {list(layers)}. Name others "
-            f"(--layers): trainers do not agree whether layer {num_layers} is before or after the final norm"
+            f"{trainer}: expected each auxiliary layer once, got {list(layers)}. Name each once (--layers)"
+        )
+    if num_layers in layers:
+        raise ConfigError(
+            f"{trainer}: expected auxiliary layers below {num_layers}, got {list(layers)}. Name others (--layers): "
+            f"trainers do not agree whether layer {num_layers} is before or after the final norm"
         )
     return layers
 

@@ -125,8 +125,8 @@ class ModelFiles:
         model, of_sample = self.config.get("num_hidden_layers"), sample.about.get("num_hidden_layers")
         if isinstance(of_sample, int) and model is not None and of_sample != model:
             raise ConfigError(
-                f"{sample.key}: expected a sample of {self.model}, which has {model} layers, got one of a model with "
-                f"{of_sample}. Name the sample's model"
+                f"sample {sample.key[:80]!a}: expected one of {self.model}, which has {model} layers, got one of "
+                f"a model with {of_sample}. Name the sample's model"
             )
         return model
 

@@ -66,7 +66,7 @@ class SampleColumn:
                 )
             self._infos[i] = info
             if i and not _is_of_one_column(info, self.first):
-                raise FormatError(f"{self.key}: expected segments of {self.first}, got {info}")
+                raise FormatError(f"sample {self.key[:80]!a}: expected segments of {self.first}, got {info}")
         return info
 
     def token_ids(self) -> np.ndarray[Any, Any]:
@@ -232,8 +232,8 @@ class PointColumns:
         facts = len(infos), first.segment.head, first.dtype, set(first.layer_ids)
         if shards != [(i, *facts) for i in range(len(infos))]:
             raise IntegrityError(
-                f"{self.columns[0].key}: expected the shards of point {first.segment.point!r}, each once and with the "
-                f"same layers, got {[str(x.segment) for x in infos][:4]}"
+                f"sample {self.columns[0].key[:80]!a}: expected the shards of point {first.segment.point!r}, each once "
+                f"and with the same layers, got {[str(x.segment) for x in infos][:4]}"
             )
         width = sum(x.hidden_size for x in infos)
         heads = width // first.segment.head if first.segment.head else 0
@@ -291,7 +291,7 @@ def _check_size(parts: Mapping[str, Part], nbytes: int) -> None:
 def require_same_ids(ids: Sequence[np.ndarray[Any, Any]], key: str) -> None:
     """Raise ``IntegrityError`` if columns of a sample have other token ids than the first column."""
     if not all(np.array_equal(ids[0], other) for other in ids[1:]):
-        raise IntegrityError(f"{key}: expected columns of the same token ids, got different token ids")
+        raise IntegrityError(f"sample {key[:80]!a}: expected columns of the same token ids, got different token ids")
 
 
 def points_of(columns: Sequence[SampleColumn]) -> dict[str, PointColumns]:

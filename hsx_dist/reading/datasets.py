@@ -126,7 +126,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         storage_options: Mapping[str, Any] | None = None,
     ):
         spec = ItemSpec(
-            *(layers, tokens, max_tokens, crop, loss_mask, dict(rename or {}), framework, seed, points),
+            *(layers, tokens, max_tokens, crop, loss_mask, rename or {}, framework, seed, points),
         )
         if on_error not in ("raise", "skip"):
             raise ConfigError(f"on_error: expected 'raise' or 'skip', got {on_error!r}")
@@ -314,7 +314,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             raise error
         self.skipped += 1
         if self.skipped <= _LOGGED:
-            log.warning("%s: sample skipped, %d so far: %s", key, self.skipped, error)
+            log.warning("sample %s skipped, %d so far: %s", key, self.skipped, error)
         return None
 
     # -- with follow ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.container_read import Empty
+from hsx_dist.format.part_request import checked_layers, point_list, token_range
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.arrays import Framework, resolve_framework, to_ids
 from hsx_dist.reading.run import Run
@@ -54,32 +55,27 @@ class ItemSpec:
 
     def __post_init__(self) -> None:
         if self.points is not None:
-            if isinstance(self.points, str) or not self.points:
-                raise ConfigError(
-                    f"points: expected a list of names such as ['q'], got {self.points!r}. Name at least one"
-                )
-            object.__setattr__(self, "points", tuple(self.points))
-        if self.layers is not None:
-            if isinstance(self.layers, (int, str)):
-                raise ConfigError(
-                    f"layers: expected a list of layer ids such as [15], got {self.layers!r}. Put it into a list"
-                )
-            if not isinstance(self.layers, Mapping):
-                object.__setattr__(self, "layers", tuple(self.layers))
-            elif unknown := sorted(set(self.layers) - set(self.states)):
-                raise ConfigError(f"layers: expected only names in points, got {unknown}. Add these to points")
-            some: list[Any] = [self.layers] if not isinstance(self.layers, Mapping) else list(self.layers.values())
-            if words := [x for ids in some if not isinstance(ids, int) for x in ids if isinstance(x, str)]:
-                raise ConfigError(
-                    f"layers: expected layer ids such as [15, 30], got {words}. Use the numbers of Run.layer_ids"
-                )
+            object.__setattr__(self, "points", point_list(self.points))
+        object.__setattr__(self, "layers", checked_layers(self.layers))
+        if isinstance(self.layers, Mapping) and (unknown := set(self.layers) - set(self.states)):
+            raise ConfigError(
+                f"layers: expected only names in points, got {sorted(map(str, unknown))}. Add these to points"
+            )
+        token_range(self.tokens, 0)
         if self.crop not in ("start", "end", "random"):
             raise ConfigError(f"crop: expected 'start', 'end' or 'random', got {self.crop!r}. Use one of these")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError(f"max_tokens: expected at least 1, got {self.max_tokens}. Raise it")
+        if self.max_tokens is not None:
+            require_positive(max_tokens=self.max_tokens)
         if self.loss_mask not in ("ones", "raise", "off"):
             raise ConfigError(f"loss_mask: expected 'ones', 'raise' or 'off', got {self.loss_mask!r}. Use one of these")
         resolve_framework(self.framework)
+        if not isinstance(self.rename, Mapping) or not all(
+            isinstance(name, str) and (new is None or isinstance(new, str)) for name, new in self.rename.items()
+        ):
+            raise ConfigError(
+                f"rename: expected a mapping of names to names or None, got {self.rename!r:.100}. Correct it"
+            )
+        object.__setattr__(self, "rename", dict(self.rename))
         names = [name for name in self._names if name != LOSS_MASK or self.loss_mask != "off"]
         final = [new for name in dict.fromkeys((*names, *self.rename)) if (new := self.rename.get(name, name))]
         if twice := sorted({name for name in final if final.count(name) > 1}):
@@ -122,12 +118,7 @@ class ItemSpec:
 
     def span(self, num_tokens: int, key: str, epoch: int) -> tuple[int, int]:
         """The range ``[start, stop)`` to read of a sample of this length and key."""
-        wanted = self.tokens
-        whole = slice(None) if wanted is None else wanted if isinstance(wanted, slice) else slice(*wanted)
-        start, stop, step = whole.indices(num_tokens)
-        if step != 1:
-            raise ConfigError(f"tokens: expected consecutive tokens, got a step of {step}. Use step 1")
-        stop = max(start, stop)
+        start, stop = token_range(self.tokens, num_tokens)
         spare = 0 if self.max_tokens is None else max(0, stop - start - self.max_tokens)
         if self.crop == "random" and spare:
             before = key_hash(f"{self.seed},{epoch},{key}", b"crop") % (spare + 1)
@@ -194,6 +185,6 @@ class ItemSpec:
         if self.loss_mask == "raise":
             raise ConfigError(
                 f"{sample.uri}: expected an attached loss_mask of {sample.key!r}, got none. Set loss_mask to 'ones', "
-                "or store masks"
+                "leave out --require-loss-mask, or store masks"
             )
         return to_ids(np.ones(len(loaded["token_ids"]), bool), self.framework)

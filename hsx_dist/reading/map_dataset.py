@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hsx_dist.reading.item_reader import ItemReader, Source
-from hsx_dist.reading.items import ItemSpec
+from hsx_dist.reading.items import ItemSpec, require_positive
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Layers
 from hsx_dist.reading.world import SharedEpoch, warn_if_growing
@@ -60,8 +60,9 @@ class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
         storage_options: Mapping[str, Any] | None = None,
     ):
         spec = ItemSpec(
-            *(layers, tokens, max_tokens, crop, loss_mask, dict(rename or {}), framework, seed, points),
+            *(layers, tokens, max_tokens, crop, loss_mask, rename or {}, framework, seed, points),
         )
+        require_positive(threads=threads)
         self._reader = ItemReader(source, spec, storage_options, cache_dir, cache_bytes)
         warn_if_growing(self._reader.selection)
         self._threads = threads

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal
 
 from hsx_dist.errors import ConfigError
@@ -25,6 +27,13 @@ def _mean_length(dataset: HiddenStatesDataset) -> float:
     """``len(dataset)`` as a mean over the ranks: equal in all of them, and 0 only without samples."""
     len(dataset)  # raises with ``follow``
     return len(dataset._reader.selection) / dataset._world
+
+
+def _weights(weights: Any, count: int) -> list[float]:
+    given = list(weights) if isinstance(weights, Iterable) else [weights]
+    if len(given) != count or not all(isinstance(w, Real) and 0 < float(w) < math.inf for w in given):
+        raise ConfigError(f"weights: expected {count} positive numbers, got {weights!r:.100}. Correct them")
+    return given
 
 
 class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
@@ -58,13 +67,15 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         *,
         stop: Literal["first", "all"] = "first",
     ):
+        if not isinstance(datasets, Sequence) or not all(isinstance(d, HiddenStatesDataset) for d in datasets):
+            raise ConfigError(
+                f"datasets: expected a list of HiddenStatesDataset, got {datasets!r:.200}. Pass one for each run"
+            )
         if not datasets:
             raise ConfigError("datasets: expected at least one, got none. Pass one or more")
-        given = [_mean_length(d) for d in datasets] if weights is None else list(weights)
-        if len(given) != len(datasets) or any(not w > 0 for w in given):
-            raise ConfigError(f"weights: expected {len(datasets)} positive numbers, got {given}")
+        given = [_mean_length(d) for d in datasets] if weights is None else _weights(weights, len(datasets))
         if stop not in ("first", "all"):
-            raise ConfigError(f"stop: expected 'first' or 'all', got {stop!r}")
+            raise ConfigError(f"stop: expected 'first' or 'all', got {stop!r}. Use one of these")
         self._datasets, self._weights, self._stop = list(datasets), given, stop
         self._by_length = weights is None
         self._taken: list[float] = [0] * len(given)

@@ -11,6 +11,7 @@ from hsx_dist.errors import ConfigError, FormatError, IntegrityError
 from hsx_dist.format.container import Part
 from hsx_dist.format.container_read import Empty
 from hsx_dist.format.loss import Loss
+from hsx_dist.format.part_request import checked_layers, layer_list, point_list, token_range
 from hsx_dist.format.segments import SegmentProof
 from hsx_dist.page import HIDDEN_STATES, Segment, token_hash
 from hsx_dist.reading.arrays import Framework, to_ids, to_states
@@ -216,12 +217,9 @@ class Sample:
             >>> sample.load(layers=[15], tokens=(0, 8))["hidden_states"].shape
             torch.Size([8, 1, 576])
         """
-        if isinstance(layers, (int, str)):
-            raise ConfigError(f"layers: expected a list of layer ids such as [15], got {layers!r}. Put it into a list")
-        if points is not None and (isinstance(points, str) or not points):
-            raise ConfigError(f"points: expected a list of names such as ['q'], got {points!r}. Name at least one")
+        layers = checked_layers(layers)
         start, stop = self.span(tokens)
-        names = [HIDDEN_STATES] if points is None else list(dict.fromkeys(points))
+        names = [HIDDEN_STATES] if points is None else list(dict.fromkeys(point_list(points)))
         of = {name: self._point(name) for name in names}
         for name in points or ():
             self._require_layers(name, layers_of(layers, name))
@@ -291,13 +289,15 @@ class Sample:
         told, found = {proof.sample_hash for proof in self._segments} - {""}, token_hash(first)
         if not told <= {found} and not is_mean(self._columns[0].first.segment.meta):
             raise IntegrityError(
-                f"{self.key[:80]!a}: expected token ids of hash {min(told)}, as in the sample's receipts, got {found}"
+                f"sample {self.key[:80]!a}: expected token ids of hash {min(told)}, as in its receipts, got {found}"
             )
 
     def _mask(self, attached: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
         mask = attached[LOSS_MASK]
         if mask.shape != (self.num_tokens,):
-            raise FormatError(f"{self.key}: expected a loss mask of {self.num_tokens} tokens, got shape {mask.shape}")
+            raise FormatError(
+                f"sample {self.key[:80]!a}: expected a loss mask of {self.num_tokens} tokens, got shape {mask.shape}"
+            )
         return (mask != 0).astype(np.int64)
 
     def load_carrier(
@@ -335,18 +335,14 @@ class Sample:
         """The range ``(start, stop)`` of ``tokens``.
 
         Raises:
-            ConfigError: it has a step other than 1.
+            ConfigError: it is no range, or has a step other than 1.
 
         Example:
             >>> start, stop = sample.span(slice(-8, None))
             >>> stop - start
             8
         """
-        wanted = slice(None) if tokens is None else tokens if isinstance(tokens, slice) else slice(*tokens)
-        start, stop, step = wanted.indices(self.num_tokens)
-        if step != 1:
-            raise ConfigError(f"tokens: expected consecutive tokens, got a step of {step}. Use step 1")
-        return start, max(start, stop)
+        return token_range(tokens, self.num_tokens)
 
     @property
     def _hidden(self) -> StoredPoint:
@@ -359,11 +355,11 @@ class Sample:
 
     def _require_layers(self, name: str, layers: Sequence[int] | None) -> None:
         stored = self._point(name).stored.layers
-        missing = sorted(set(layers or ()) - set(stored))
+        missing = [] if layers is None else sorted(set(layer_list(layers)) - set(stored))
         if missing:
             raise ConfigError(
-                f"layers: expected layers of point {name!r} among {', '.join(map(str, stored))}, got {missing}. Name "
-                f"each point's layers: layers={{{name!r}: [...]}}"
+                f"layers: expected layers of point {name!r} among {list(stored)}, got {missing}. Request stored layers "
+                "only"
             )
 
     def _point(self, name: str) -> PointColumns:
@@ -371,7 +367,7 @@ class Sample:
         if found is None:
             stored = ", ".join(self._by_point())
             raise ConfigError(
-                f"{self.key}: expected points among {stored}, got {name!r}. Load some of these: points=[…]"
+                f"sample {self.key[:80]!a}: expected one of the points {stored}, got {name!r}. Request one of these"
             )
         return found
 

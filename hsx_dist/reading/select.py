@@ -134,10 +134,12 @@ def select(
 
 
 def _places_of(run: Run, index: Index, keys: Iterable[str]) -> list[int]:
-    if isinstance(keys, str):
+    if isinstance(keys, str) or not isinstance(keys, Iterable):
         raise ConfigError(f"keys: expected a list of keys, got {keys!r}. Put it into a list")
     found = []
     for key in keys:
+        if not isinstance(key, str):
+            raise ConfigError(f"keys: expected texts, got {key!r:.100}. Keys of rows without an id are texts, too: '0'")
         place = index.place(key)
         if place is None:
             run[key]  # raises SampleNotFound with the reason, unless a refresh has just added it

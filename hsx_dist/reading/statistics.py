@@ -29,6 +29,7 @@ from hsx_dist.format.json_objects import (
 )
 from hsx_dist.format.markers import OBJECTS_OF_A_RUN
 from hsx_dist.format.names import statistics_name
+from hsx_dist.format.part_request import layer_list
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.run import Run
@@ -188,7 +189,7 @@ def compute_statistics(
             f"expected max_tokens of at least 1 and skip_first of at least 0, got {max_tokens} and {skip_first}. "
             "Correct them"
         )
-    ids = _layers_of(run, point) if layers is None else tuple(layers)
+    ids = _layers_of(run, point) if layers is None else layer_list(layers)
     if not ids:
         raise ConfigError(f"{run.url}: expected layers of {point}, got none. Name those that are stored (--layers)")
     data = HiddenStatesDataset(
@@ -297,7 +298,7 @@ def read_statistics(run: Run, layers: Sequence[int] | None = None, *, point: str
         >>> norms = {layer: own.mean_norm for layer, own in read_statistics(run).layers.items()}
     """
     found = {}
-    for layer in _layers_of(run, point) if layers is None else layers:
+    for layer in _layers_of(run, point) if layers is None else layer_list(layers):
         own = _read(run.store, statistics_name(layer, point), run.id)
         if own is not None:
             found[layer] = own

@@ -17,6 +17,6 @@ def require_whole(key: str, meta: Mapping[str, Any]) -> None:
     if isinstance(chosen, Mapping) and (chosen.get("start"), chosen.get("step")) != (0, 1):
         facts = ", ".join(f"{name}={value!r:.40}" for name, value in chosen.items())
         raise ConfigError(
-            f"{key[:200]!a}: expected a whole sample, got a selection of its tokens ({facts:.200}). Extract with "
-            "select: all"
+            f"sample {key[:200]!a}: expected a whole sample, got a selection of its tokens ({facts:.200}). Extract "
+            "with select: all"
         )

@@ -82,7 +82,7 @@ def test_cat_points(run: str, made: PointSample, tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("-o", "x.npz"), "expected points among q, mlp_out, topk_ids, got 'hidden_states'"),
+        (("-o", "x.npz"), "expected one of the points q, mlp_out, topk_ids, got 'hidden_states'"),
         (("-o", "x.npz", "--points", "z"), "got 'z'"),
         (("-o", "x.npz", "--points", "q,file"), "share no name with another array of a file, got ['file']"),
         (("-o", "x.npy", "--points", "q,mlp_out"), "expected .npz or .safetensors for 2 points"),

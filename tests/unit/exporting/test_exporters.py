@@ -154,8 +154,11 @@ def test_specforge_dspark_is_dflash_with_the_last_state(run: Run, model: Any, tm
 
 @pytest.mark.parametrize("to", ["modelopt", "specforge-dflash", "specforge-dspark"])
 def test_the_last_layer_and_a_repeated_one_are_no_auxiliary_layers(to: str, run: Run, tmp_path: Path) -> None:
-    for aux in ((2, N), (2, 4, 2)):
-        with pytest.raises(ConfigError, match=r"auxiliary layers below 8, each once, got \[2"):
+    for aux, why in (
+        ((2, N), r"auxiliary layers below 8, got \[2"),
+        ((2, 4, 2), r"each auxiliary layer once, got \[2"),
+    ):
+        with pytest.raises(ConfigError, match=why):
             export_run(run, to, tmp_path, ExportOptions(aux_layers=aux))
 
 
@@ -702,8 +705,14 @@ def test_samples_that_an_exporter_does_not_read_are_in_no_other_file(
 def test_samples_without_a_mask_can_be_refused(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "run"))
     store_run(store, SAMPLES[:1], about={"num_hidden_layers": N})
-    with pytest.raises(ConfigError, match="loss_mask"):
+    with pytest.raises(ConfigError, match=r"Set loss_mask to 'ones', leave out --require-loss-mask, or store masks$"):
         export_run(open_run(store.url), "vllm", tmp_path / "out", ExportOptions(loss_mask="raise"))
+
+
+def test_layers_of_another_type_are_refused() -> None:
+    for layers in (["last"], "last", 5, [1.5], [None]):
+        with pytest.raises(ConfigError, match=r"^aux_layers: expected"):
+            ExportOptions(aux_layers=layers)  # type: ignore[arg-type]
 
 
 def test_the_exporter_that_the_documentation_writes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -860,9 +869,10 @@ def test_routing_refuses_a_selection_of_tokens_before_it_claims_the_folder(tmp_p
 
 
 @pytest.mark.parametrize("name", ["top_k", "samples_per_file", "context"])
-def test_exporters_refuse_counts_of_zero(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: expected at least 1, got 0"):
-        ExportOptions(**{name: 0})
+def test_exporters_refuse_counts_of_zero_and_texts(name: str) -> None:
+    for value in (0, "x"):
+        with pytest.raises(ConfigError, match=f"{name}: expected an integer of at least 1, got {value!r}"):
+            ExportOptions(**{name: value})  # type: ignore[arg-type]
 
 
 def test_a_run_without_samples_raises_a_typed_error(tmp_path: Path) -> None:

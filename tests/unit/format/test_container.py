@@ -418,7 +418,7 @@ def test_wrong_layers_and_token_ranges_are_refused() -> None:
         with pytest.raises(ConfigError, match=r"\[0, 37\)"):
             part.read(0, tokens=tokens)
     for strange in (15, "15"):
-        with pytest.raises(ConfigError, match="layers: expected a sequence"):
+        with pytest.raises(ConfigError, match=r"layers: expected (a list of )?layer ids"):
             part.read(0, layers=strange)  # type: ignore[arg-type]
     for odd in ((0.5, 2), (1, 2, 3), 4, ("a", "b")):
         with pytest.raises(ConfigError, match="two whole numbers"):
@@ -526,6 +526,12 @@ def test_wrong_descriptions_are_refused(codec: Codec, where: tuple[Any, ...], va
 
     with pytest.raises(FormatError, match="test://memory/p"):
         read_back(forged(part, change))
+
+
+def test_a_repeated_layer_is_shown() -> None:
+    part = part_of(SplitCodec(), random_sample())
+    with pytest.raises(FormatError, match=r"layer_ids: expected one or more different ids, got \[2, 2, 3\]"):
+        read_back(forged(part, lambda body: body["common"].update(layer_ids=[2, 2, 3])))
 
 
 def test_wrong_sizes_are_refused() -> None:

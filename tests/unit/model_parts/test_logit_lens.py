@@ -119,8 +119,8 @@ def test_points_without_logits_are_refused(computed: Computed, tmp_path: Path) -
     for message, asked in (
         ("point: expected a point of the residual stream, hidden_states, .* got 'mlp_out'", {"point": "mlp_out"}),
         ("layer: expected a layer of point 'resid_mid', got none", {"point": "resid_mid"}),
-        (r"layers: expected layers of point 'resid_mid' among 1, got \[4\]", {"point": "resid_mid", "layers": [4]}),
-        ("expected points among mlp_out, resid_mid, got 'hidden_states'", {}),
+        (r"layers: expected layers of point 'resid_mid' among \[1\], got \[4\]", {"point": "resid_mid", "layers": [4]}),
+        ("expected one of the points mlp_out, resid_mid, got 'hidden_states'", {}),
         ("got 'resid_pre'", {"layers": [2]}),
         ("k: expected at least 1, got 0", {"k": 0}),
         ("layers: expected at least one", {"layers": []}),
@@ -133,7 +133,9 @@ def test_points_without_logits_are_refused(computed: Computed, tmp_path: Path) -
     info = {"meaning": {"model": str(computed.folder), "layers": [8]}}
     store_run(store, [states], info=info, about={"num_hidden_layers": 8})
     run = open_run(store.url)
-    with pytest.raises(ConfigError, match="which has 5 layers, got one of a model with 8"):
+    with pytest.raises(
+        ConfigError, match=r"sample 'a': expected one of .*which has 5 layers, got one of a model with 8"
+    ):
         lens.top_k(run["a"])
     with pytest.raises(ConfigError, match="expected an id of the Hugging Face hub as the run's model"):
         LogitLens(run)  # a run does not name the reader's model folder

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -438,8 +439,6 @@ def test_wrong_arguments_are_refused(url: str) -> None:
     ):
         with pytest.raises(ConfigError):
             HiddenStatesDataset(url, **options)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"got \['last'\]\. Use the numbers of Run\.layer_ids"):
-        HiddenStatesDataset(url, layers=["last"])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="Selection"):
         HiddenStatesDataset(open_run(url).select(min_tokens=5), follow=True)
     with pytest.raises(ConfigError, match="expected an attached array 'label'"):
@@ -448,6 +447,37 @@ def test_wrong_arguments_are_refused(url: str) -> None:
     HiddenStatesDataset(url, loss_mask="off", rename={"label": "loss_mask"})
     with pytest.raises(ConfigError, match="step"):
         list(HiddenStatesDataset(url, tokens=slice(0, 9, 2)))
+
+
+@pytest.mark.parametrize(
+    ("argument", "values", "message"),
+    [
+        ("layers", [["last"], "last", [None], [1.5], [[2]], {"hidden_states": ["last"]}], "only for extraction"),
+        ("layers", [5, {"hidden_states": 5}], "Put it into a list"),
+        ("points", [[1], [["q"]], 5, "q", []], r"expected a list of names such as \['q'\]"),
+        ("tokens", [(0, "x"), (0, 1.5), "0:3", 5, (1, 2, 3, 4), slice("a", 3)], r"expected a slice or \(start, stop\)"),
+    ],
+)
+def test_values_of_another_type_are_refused_by_data_sets_and_samples(
+    url: str, argument: str, values: list[Any], message: str
+) -> None:
+    run = open_run(url)
+    for value in values:
+        for read in (partial(HiddenStatesDataset, run), partial(HiddenStatesMapDataset, run), run.at(0).load):
+            with pytest.raises(ConfigError, match=f"^{argument}: .*{message}"):
+                read(**{argument: value})
+
+
+@pytest.mark.parametrize(
+    "options", [{"rename": ["a"]}, {"rename": {"a": 5}}, {"rename": {"input_ids": ["x"]}}, {"max_tokens": "5"}]
+)
+def test_names_and_counts_of_another_type_are_refused(url: str, options: dict[str, Any]) -> None:
+    (name,) = options
+    for make in (HiddenStatesDataset, HiddenStatesMapDataset):
+        with pytest.raises(ConfigError, match=f"^{name}: expected"):
+            make(url, **options)
+    with pytest.raises(ConfigError, match=r"^threads: expected"):
+        HiddenStatesMapDataset(url, threads=0)
 
 
 def test_a_map_data_set_reads_by_position(url: str) -> None:

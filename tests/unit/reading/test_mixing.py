@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from hsx_dist import HiddenStatesDataset, MixedDataset, merge_states
+from hsx_dist import ConfigError, HiddenStatesDataset, MixedDataset, merge_states
 from hsx_dist.reading import datasets
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
@@ -60,6 +61,20 @@ def shards(worker: Any, world: int, workers: int) -> Iterator[int]:
     for rank, number in itertools.product(range(world), range(workers)):
         worker.num_workers, worker.id = workers, number
         yield rank
+
+
+@pytest.mark.parametrize("weights", [[3, "x"], [3, None], "ab", 5, [1, "2"], [math.nan, 1], [math.inf, 1], [[1], [2]]])
+def test_weights_are_positive_numbers(folder: Path, weights: Any) -> None:
+    sets = [HiddenStatesDataset(str(folder / name)) for name in "ab"]
+    with pytest.raises(ConfigError, match=r"^weights: expected 2 positive numbers, got .*\. Correct them$"):
+        MixedDataset(sets, weights)
+
+
+def test_only_data_sets_are_mixed(folder: Path) -> None:
+    single: Any = HiddenStatesDataset(str(folder / "a"))
+    for given in (single, [single, str(folder / "b")], "ab", 5, [None]):
+        with pytest.raises(ConfigError, match=r"^datasets: expected a list of HiddenStatesDataset, got "):
+            MixedDataset(given)
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -127,7 +127,10 @@ def test_hidden_states_do_not_change_when_other_points_are_stored() -> None:
 )
 def test_missing_points_are_refused_with_the_stored_points(ask: Callable[[Any], Any]) -> None:
     sample = run_of(point_sample("a").segments(0))["a"]
-    with pytest.raises(ConfigError, match="expected points among q, mlp_out, topk_ids, got '"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^sample 'a': expected one of the points q, mlp_out, topk_ids, got '\w+'\. Request one of these$",
+    ):
         ask(sample)
 
 
@@ -139,8 +142,10 @@ def test_points_are_a_list_of_names(points: Any) -> None:
 
 def test_a_layer_that_one_of_the_points_lacks_is_named() -> None:
     sample = run_of(point_sample("a").segments(0))["a"]
-    with pytest.raises(ConfigError, match=r"layers: expected layers of point 'mlp_out' among 7, got \[3\]"):
+    with pytest.raises(ConfigError, match=r"layers: expected layers of point 'mlp_out' among \[7\], got \[3\]"):
         sample.load([3], points=["q", "mlp_out"])
+    with pytest.raises(ConfigError, match=r"point 'q' among \[3, 7\], got \[14\]\. Request stored layers only$"):
+        sample.point("q", 14)  # which has no argument ``layers``
 
 
 def test_findings_of_the_sanity_checks_name_their_point() -> None:

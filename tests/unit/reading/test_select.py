@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,6 +104,10 @@ def test_samples_are_selected_by_key_length_split_and_metadata(tmp_path: Path) -
     assert run.select(max_tokens=3)[1:3].keys() == ["k010", "k020"]
     with pytest.raises(SampleNotFound, match="nobody"):
         run.select(keys=["nobody"])
+    wrong: Any
+    for wrong in (5, "k007", [7], [["k007"]]):
+        with pytest.raises(ConfigError, match=r"^keys: expected"):
+            run.select(keys=wrong)
     for wrong in ({"split": "test"}, {"split": "val", "val_fraction": 2.0}, {"keys": "k001"}):
         with pytest.raises(ConfigError):
             run.select(**wrong)
