@@ -30,6 +30,8 @@ def _mean_length(dataset: HiddenStatesDataset) -> float:
 
 
 def _weights(weights: Any, count: int) -> list[float]:
+    if hasattr(weights, "tolist"):  # numpy or torch
+        weights = weights.tolist()
     given = list(weights) if isinstance(weights, Iterable) else [weights]
     if len(given) != count or not all(isinstance(w, Real) and 0 < float(w) < math.inf for w in given):
         raise ConfigError(f"weights: expected {count} positive numbers, got {weights!r:.100}. Correct them")

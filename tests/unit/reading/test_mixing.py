@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from hsx_dist import ConfigError, HiddenStatesDataset, MixedDataset, merge_states
@@ -66,6 +67,7 @@ def shards(worker: Any, world: int, workers: int) -> Iterator[int]:
 @pytest.mark.parametrize("weights", [[3, "x"], [3, None], "ab", 5, [1, "2"], [math.nan, 1], [math.inf, 1], [[1], [2]]])
 def test_weights_are_positive_numbers(folder: Path, weights: Any) -> None:
     sets = [HiddenStatesDataset(str(folder / name)) for name in "ab"]
+    MixedDataset(sets, torch.tensor([3.0, 1.0]))
     with pytest.raises(ConfigError, match=r"^weights: expected 2 positive numbers, got .*\. Correct them$"):
         MixedDataset(sets, weights)
 
