@@ -56,7 +56,7 @@ class DFlashExporter(_SpecForge):
         if not (mask[:-1] & mask[1:]).any():
             raise SampleLeftOut(
                 f"{item['key'][:200]!a}: expected two consecutive tokens with loss_mask 1, got none. SpecForge's "
-                "DFlash, Domino and DSpark refuse the sample"
+                "DFlash, Domino and DSpark refuse such a sample, so it is left out. To use it, correct its loss mask"
             )
         last = {} if self._end is None else {"target_last_hidden_states": self._last_state(item)[None]}
         return {**self._tokens(item), "hidden_states": self._aux_states(item)[None], **last}

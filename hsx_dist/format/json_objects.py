@@ -235,7 +235,7 @@ def check_members(found: Mapping[str, Any], checks: Mapping[str, MemberCheck], w
     for name, check in checks.items():
         expected = check(found[name]) if name in found else None
         if expected is not None:
-            raise FormatError(f"{where}: {name}: expected {expected}, got {shown(found[name])}. It is damaged")
+            raise FormatError(f"{where}: {name}: expected {expected}, got {shown(found[name])}. Restore the object")
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------

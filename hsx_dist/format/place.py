@@ -341,7 +341,9 @@ def _read(root: Store, name: str) -> dict[str, Any] | None:
             f"{where}: expected format {' or '.join(_FORMATS)}, got {shown(found.get('format'))}. Update hsx_dist"
         )
     if _FORMATS[found["format"]] > 1 and "removed" not in found and not _is_id(found.get("id")):
-        raise FormatError(f"{where}: expected an id of 16 hex digits, got {shown(found.get('id'))}. It is damaged")
+        raise FormatError(
+            f"{where}: expected an id of 16 hex digits, got {shown(found.get('id'))}. Restore the file from a copy"
+        )
     return found
 
 

@@ -411,7 +411,7 @@ def _find_complete(store: Store, attempt: int) -> dict[str, Any] | None:
     ):
         raise FormatError(
             f"{where}: expected attempt, counts, and the compacted manifest's name and sizes, got {shown(found)} "
-            "without one of them or with a wrong value. It is damaged"
+            "without one of them or with a wrong value. Restore the object"
         )
     if name != _COMPLETE_V1 and found["attempt"] != attempt:
         raise FormatError(

@@ -145,7 +145,7 @@ def _wait(value: str | None) -> float:
     except ValueError:
         wait = math.nan
     if not 0 <= wait <= MAX_WAIT:
-        raise bad_request(f"expected seconds from 0 to {MAX_WAIT:.0f}, got {str(value)[:80]!r}", "wait")
+        raise bad_request(f"wait: expected seconds from 0 to {MAX_WAIT:.0f}, got {str(value)[:80]!r}", "wait")
     return wait
 
 
