@@ -14,9 +14,10 @@ import ray
 from ray.data import Dataset
 from ray.data.block import Block, BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
+from ray.exceptions import RayTaskError
 
 from hsx_dist.config import absolute_path
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, HsxError
 from hsx_dist.exporting import ExportOptions, ExportReport, export_run
 from hsx_dist.exporting.export import exporter_of
 from hsx_dist.lazy import cached_property
@@ -251,7 +252,10 @@ def export(
         return export_run(own, to, dest, options, shard=shard, shards=count, finish=False)
 
     task = remote(work, num_cpus=1, max_retries=3)
-    reports = ray.get([task.remote(shard) for shard in range(count)])
+    try:
+        reports = ray.get([task.remote(shard) for shard in range(count)])
+    except RayTaskError as e:
+        raise (e.cause if isinstance(e.cause, HsxError) else e) from None
     last = export_run(run, to, dest, options)
     written, there = sum(r.written for r in reports), sum(r.there for r in reports)
     return ExportReport(written, there, last.finished, last.left_out)

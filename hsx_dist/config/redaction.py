@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from urllib.parse import unquote
 
-from hsx_dist.config.secrets import HIDDEN, breaks_the_rule, links_of, looks_secret, public_link
+from hsx_dist.config.secrets import HIDDEN, breaks_the_rule, is_env_reference, links_of, looks_secret, public_link
 from hsx_dist.config.tokens import BEFORE_TOKEN, KNOWN_TOKEN
 
 #: Limit in characters of a redacted text. The middle of a longer text is left out.
@@ -103,7 +103,7 @@ def _settings(text: str) -> Iterator[tuple[int, int]]:
             if found[2] and _IS_NAME.match(text, end):  # the next setting, and no pair of a name and a value
                 at = min(at, end)
                 break
-            if end > at and not text.startswith(HIDDEN, at):
+            if end > at and not text.startswith(HIDDEN, at) and not is_env_reference(text[at:end]):
                 yield at, end
             at = min(end + len(quote), len(text))
             following = _NEXT_VALUE.match(text, at) if found[3] else None

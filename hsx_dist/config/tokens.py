@@ -7,7 +7,7 @@ from __future__ import annotations
 #: Prefix → the further characters that distinguish a token from a name.
 _KNOWN = {
     "hf_": "[A-Za-z0-9]{20}",
-    "sk-": r"[\w-]{0,60}?\w{20}",  # names are also written so: sk-news-corpus-2020
+    "sk-": r"[\w-]{0,60}?[A-Za-z0-9]{20}",  # names are also written so: sk-news_corpus_of_2020
     "gh[opsur]_": r"\w{20}",
     "github_pat_": r"\w{20}",
     "glpat-": r"[\w-]{20}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hsx_dist.config import ExtractConfig, public_url
@@ -180,9 +181,7 @@ class RowEncoder:
         options = self._chat_options(row)
         try:
             # A template is a program of the model's author, and may raise any error.
-            require_rendered(
-                messages, lambda some: str(self.tokenizer.apply_chat_template(some, tokenize=False, **options))
-            )
+            require_rendered(messages, row.tools, partial(self._rendered, options))
             if not self.rules.loss_roles or row.loss_mask is not None:
                 ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
                 return _ints(ids), None
@@ -194,6 +193,10 @@ class RowEncoder:
                 f"expected messages that the model's chat template accepts, got {_error_text(e)}. Correct the row, or "
                 "chat_template_kwargs"
             ) from e
+
+    def _rendered(self, options: Mapping[str, Any], messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+        changed = options if tools is None else {**options, "tools": tools}
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **changed))
 
     def _chat_options(self, row: Row) -> dict[str, Any]:
         """Return the template's arguments. If the answer will be generated, the chat ends with the answer's header."""

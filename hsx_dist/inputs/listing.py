@@ -28,6 +28,8 @@ from hsx_dist.inputs.sources import (
     with_config_errors,
 )
 
+#: Limit of the folders in a zip file's names. All beginnings of a name are kept.
+_DEEPEST = 255
 #: Limit in bytes of a saved data set's list of its files.
 _LARGEST_LIST = 4 << 20
 
@@ -50,6 +52,11 @@ class _ZipFolders:
         seen = set[tuple[str, str]]()
         for member in fs.zip.infolist():
             name, kind = member.filename.rstrip("/"), "directory" if member.is_dir() else "file"
+            if name.count("/") > _DEEPEST:
+                raise ConfigError(
+                    f"input.path: expected a zip file whose names have at most {_DEEPEST} folders, got "
+                    f"{name.count('/')}. Write the zip file again"
+                )
             while name and (name, kind) not in seen:
                 seen.add((name, kind))
                 folder = name.rpartition("/")[0].rstrip("/")

@@ -94,6 +94,8 @@ def _after_header(whole: str, before: list[dict[str, Any]], start: int, render: 
 
 def _has_end_of(message: dict[str, Any], rendered: str) -> bool:
     """Whether ``rendered`` has the end of the message's text. A template may drop the beginning, such as thoughts."""
+    if message.get("tool_calls"):
+        return True  # many templates leave out the text next to a call
     texts = texts_of(message.get("content"))
     return not texts or texts[-1].strip().rpartition("\n")[2][-_TAIL:] in rendered
 

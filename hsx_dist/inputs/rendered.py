@@ -9,11 +9,28 @@ from typing import Any
 from hsx_dist.errors import InputError
 from hsx_dist.inputs.row_values import kind_of, shown
 
-#: Stands for a text of a message: of the whole content, or of a part.
+#: Stands for a text of a message (of the whole content, or of a part), or for a name of a function.
 _MARK = "hsx{}{}{}mark"
-_FOUND = re.compile(r"hsx\d+(?:text|part)\d+mark")
+_FOUND = re.compile(r"hsx\d+(?:text|part|call|tool)\d+mark")
 #: A part's mark in the Python code of a list.
 _AS_CODE = re.compile(r"(?:'text': |\[|, )'hsx\d+part\d+mark'")
+#: Types of parts that are no text. A job gives the engine tokens alone.
+_MEDIA = frozenset(
+    {
+        "image",
+        "image_url",
+        "input_image",
+        "audio",
+        "audio_url",
+        "input_audio",
+        "video",
+        "video_url",
+        "file",
+        "input_file",
+    }
+)
+
+RenderWithTools = Callable[[list[dict[str, Any]], list[Any] | None], str]
 
 
 def texts_of(content: Any) -> list[str]:
@@ -22,24 +39,37 @@ def texts_of(content: Any) -> list[str]:
     return [text for text in map(_text_of, parts) if text]
 
 
-def require_rendered(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> None:
-    """Check that a template renders every text of ``messages``. ``render``: messages → text.
+def require_rendered(messages: list[dict[str, Any]], tools: list[Any] | None, render: RenderWithTools) -> None:
+    """Check that a template renders every text and tool call of ``messages``, and every tool.
 
     Templates for text alone print a list of parts as ``[{'type': 'text', …``, and a null as ``None``. Others leave out
-    parts, or roles that they do not know. Texts are replaced by marks, and the marks are searched in one pass. A
-    template may leave out the text of a message with ``tool_calls``.
+    parts, tools, or roles that they do not know. Texts and functions' names are replaced by marks, and the marks are
+    searched in one pass. A template may leave out the text of a message with ``tool_calls``.
+
+    Args:
+        render: messages, tools → text.
 
     Raises:
-        InputError: a text is missing, or Python code is in its place. Also raises any error of ``render``.
+        InputError: a text, a call or a tool is missing, or Python code is in its place; a part is an image, a sound or
+            a video. Also raises any error of ``render``.
     """
+    for i, message in enumerate(messages):
+        if media := _media_of(message.get("content")):
+            raise InputError(
+                f"expected messages of text, got a part of type {media} in message {i}. A job extracts text alone. "
+                "Remove the part, or the row"
+            )
     if any(message.get("content") is None for message in messages):
-        _require_no_none(messages, render)
+        _require_no_none(messages, tools, render)
     marks = [_marks(i, message.get("content")) for i, message in enumerate(messages)]
     marked = [
         {**m, "content": _marked(m["content"], iter(own))} if own else m for m, own in zip(messages, marks, strict=True)
     ]
+    calls = [_with_names(m.get("tool_calls"), f"{i}call") for i, m in enumerate(messages)]
+    marked = [{**m, "tool_calls": new} if named else m for m, (new, named) in zip(marked, calls, strict=True)]
+    marked_tools, tool_names = _with_names(tools, "0tool")
     try:
-        text = render(marked)
+        text = render(marked, marked_tools)
     except Exception:  # noqa: BLE001 - the template needs the texts themselves: what it leaves out is unknown
         return
     if _AS_CODE.search(text):
@@ -49,25 +79,67 @@ def require_rendered(messages: list[dict[str, Any]], render: Callable[[list[dict
         )
     found = set(_FOUND.findall(text))
     for i, message in enumerate(messages):
-        required = texts_of(message.get("content")) and not message.get("tool_calls")
-        if required and not found.issuperset(marks[i]):
+        what = f"message {i} (role {shown(message['role'])}, content: {kind_of(message.get('content'))})"
+        if not message.get("tool_calls") and texts_of(message.get("content")) and not found.issuperset(marks[i]):
             raise InputError(
-                f"expected a chat template that renders every message, got a template that leaves out text of message "
-                f"{i} (role {shown(message['role'])}, content: {kind_of(message['content'])}). Remove the message, "
-                "correct its role, or join the texts of its parts"
+                f"expected a chat template that renders every message, got a template that leaves out text of {what}. "
+                "Remove the message, correct its role, or join the texts of its parts"
             )
+        if not found.issuperset(calls[i][1]):
+            raise InputError(
+                f"expected a chat template that renders tool calls, got a template that leaves out a call of {what}. "
+                "Use a chat template with tools, or write the call as text"
+            )
+    if not found.issuperset(tool_names):
+        raise InputError(
+            "expected a chat template that renders tools, got a template that leaves them out. Use a chat template "
+            "with tools, or remove the row's tools"
+        )
 
 
-def _require_no_none(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> None:
-    printed = render(messages).count("None")
+def _require_no_none(messages: list[dict[str, Any]], tools: list[Any] | None, render: RenderWithTools) -> None:
+    # Only a null may add ``None``: a template may leave out calls, whose arguments have the word, with an empty text.
+    null = [_without_the_word(message) for message in messages]
+    printed = render(null, tools).count("None")
     if not printed:
         return
-    empty = [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
-    if printed > render(empty).count("None"):
+    empty = [m if m.get("content") is not None else {**m, "content": ""} for m in null]
+    if printed > render(empty, tools).count("None"):
         raise InputError(
             "expected the content of messages as text, got null, which the chat template renders as None. "
             "Write an empty text"
         )
+
+
+def _without_the_word(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.replace("None", "hsx")
+    if isinstance(value, dict):
+        return {name: _without_the_word(item) for name, item in value.items()}
+    return [_without_the_word(item) for item in value] if isinstance(value, list) else value
+
+
+def _with_names(functions: Any, prefix: str) -> tuple[Any, list[str]]:
+    """Return tools or tool calls with a mark as the name of each function, and the marks."""
+    if not isinstance(functions, list):
+        return functions, []
+    found: list[Any] = []
+    names: list[str] = []
+    for n, item in enumerate(functions):
+        inner = item.get("function", item) if isinstance(item, dict) else None
+        if isinstance(inner, dict) and isinstance(inner.get("name"), str) and inner["name"]:
+            names.append(_MARK.format(prefix, n, ""))
+            named = {**inner, "name": names[-1]}
+            found.append({**item, "function": named} if "function" in item else named)
+        else:
+            found.append(item)
+    return found, names
+
+
+def _media_of(content: Any) -> str:
+    parts = content if isinstance(content, list) else []
+    types = (part.get("type") for part in parts if isinstance(part, dict))
+    return next((kind for kind in types if isinstance(kind, str) and kind in _MEDIA), "")
 
 
 def _text_of(part: Any) -> str:

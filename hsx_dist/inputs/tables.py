@@ -232,7 +232,9 @@ def _parquet(
     _require_sizes(parquet.metadata, groups, chosen, file.size, most_decoded)
     row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
     rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
-    return parquet.iter_batches(batch_size=rows, columns=chosen)  # type: ignore[no-any-return]
+    # One row group at a time: Arrow cannot join nested dictionaries of two groups in a batch.
+    for i in range(len(groups)):
+        yield from parquet.iter_batches(batch_size=rows, columns=chosen, row_groups=[i])
 
 
 def _leaves(metadata: Any, columns: Sequence[str]) -> dict[int, Any]:

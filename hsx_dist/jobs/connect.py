@@ -32,7 +32,7 @@ def connect_ray(run: str = "") -> None:
             logging_level=logging.WARNING,
             job_config=_job_config(run),
         )
-    except ConnectionError as e:
+    except (ConnectionError, ValueError, RuntimeError) as e:
         raise ConfigError(
             f"RAY_ADDRESS: expected a Ray cluster at {public_url(address)!r}, got: "
             f"{public_url(str(e))}. Start a cluster, or unset RAY_ADDRESS"

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from hsx_dist.errors import ConfigError, HsxError
 from hsx_dist.store.folder_listing import UNFINISHED
 from hsx_dist.store.folders import SAFELY, opened
 
@@ -22,8 +23,21 @@ def without_link(path: str, flags: int) -> int:
 def output_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file that gets the name ``path`` when it is complete. Replaces a file, a link or a FIFO of that name.
 
-    A device such as ``/dev/stdout`` cannot be replaced: it is written directly.
+    A device such as ``/dev/stdout`` cannot be replaced: it is written directly. Raises ``ConfigError`` if the file
+    cannot be written.
     """
+    try:
+        with _output_file(path) as f:
+            yield f
+    except HsxError:
+        raise
+    except OSError as e:
+        why = e.strerror or type(e).__name__
+        raise ConfigError(f"{path}: expected a file that can be written, got: {why}. Choose another file") from e
+
+
+@contextmanager
+def _output_file(path: Path) -> Iterator[BinaryIO]:
     if path.parent.resolve() in (Path("/dev"), Path("/dev/fd").resolve()):
         with path.open("wb") as f:
             yield f

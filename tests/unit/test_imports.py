@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "page": set(),
     "isa": set(),
     "lazy": set(),
+    "library_path": set(),
     "memory": set(),
     "config": {"errors"},
     "layers": {"errors", "page"},
@@ -39,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "model_parts": {"errors", "isa", "logger", "models", "page", "format", "reading"},
     "exporting": {"errors", "model_parts", "page", "layers", "format", "reading", "store"},
     "ray_arguments": {"config", "errors"},
-    "ray_calls": {"config", "errors", "logger", "observe"},
+    "ray_calls": {"config", "errors", "library_path", "logger", "observe"},
     "ray": {"errors", "lazy", "config", "reading", "exporting", "ray_arguments", "ray_calls"},
     "saelens": {"layers", "page", "reading"},
     "serving": {"errors", "page", "connector", "reading", "store", "format", "logger", "text", "writers"},
@@ -96,7 +97,7 @@ ALLOWED: dict[str, set[str]] = {
         ),
     },
     "cli": {
-        *("errors", "layers", "page", "config", "store", "format", "logger", "text"),
+        *("errors", "layers", "library_path", "page", "config", "store", "format", "logger", "text"),
         *("reading", "exporting", "ray", "observe", "inputs", "fleet", "jobs"),
     },
 }

@@ -75,6 +75,7 @@ def test_credentials_are_hidden(text: str, shown: str) -> None:
     "text",
     [
         "KeyError: 'num_layers'",
+        "write store.storage_options.secret='${env:NAME}', sk-wikipedia_dump_2023_clean",
         "expected some of ['id', 'key', 'messages'], got 'text'",
         "rank=0 init_method=tcp://127.0.0.1:42000 backend=gloo, num_key_value_heads=8",
         "('tcp://10.0.0.1:1234', 'http://[::1]:80/x'), [http://h:80], {http://{}:{}} http://h:8000\x1b[39m",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import struct
+import subprocess
+import sys
 import time
 import tracemalloc
 from dataclasses import replace
@@ -90,6 +92,20 @@ def test_brackets_in_strings_are_no_lists() -> None:
     value = "[{" * MOST_CONTAINERS + '\\"'
     part = Part.open(part_of([value, 1]), "p")
     assert part.segments[0].segment.meta["metadata"] == {"x": value}
+
+
+def test_brackets_are_counted_in_little_memory() -> None:
+    """Other repetitions in a regular expression keep their places: 110 bytes for each backslash and its character."""
+    # tracemalloc does not see memory that ``re`` allocates.
+    code = (
+        "import resource; from hsx_dist.format.json_objects import check_containers\n"
+        "text = b'\"' + b'\\\\n' * (1 << 21) + b'[' * 9\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "check_containers(text, 8, 'x')\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 32
 
 
 def test_brackets_are_counted_in_linear_time() -> None:

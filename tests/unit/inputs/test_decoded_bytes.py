@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hsx_dist.config import InputConfig
-from hsx_dist.errors import FormatError
+from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs import tables
 from hsx_dist.inputs.rows import Row, read_rows
@@ -147,3 +147,23 @@ def test_a_wrong_place_in_a_dictionary_is_refused_in_every_batch(tmp_path: Path,
         _write(tmp_path / "a.arrow", [_encoded([0, 1], ["a", "b"])] * before + [_encoded([place], ["a", "b"])])
         with pytest.raises(FormatError, match="to be a whole arrow file"):
             _read(tmp_path / "a.arrow")
+
+
+@pytest.mark.parametrize("rows", [100, 300])
+def test_nested_dictionaries_of_several_row_groups_are_read(tmp_path: Path, rows: int) -> None:
+    role = pa.dictionary(pa.int32(), pa.string())
+    kind = pa.list_(pa.struct([("role", role), ("content", pa.string())]))
+    messages = [[{"role": "user", "content": f"a{i}"}] for i in range(700)]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"messages": pa.array(messages, kind)}), path, row_group_size=rows)
+    found = [row.messages for row in read_rows(InputConfig(path=str(path))) if isinstance(row, Row)]
+    assert found == messages
+
+
+def test_a_zip_file_with_very_deep_names_is_refused(tmp_path: Path) -> None:
+    """All beginnings of a name are kept, so that a name of 65 KB would take 1 GiB."""
+    path = tmp_path / "rows.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a/" * 300 + "x.jsonl", '{"text": "a"}')
+    with pytest.raises(ConfigError, match="names have at most 255 folders, got 300"):
+        list(read_rows(InputConfig(path=f"zip://**/*.jsonl::{path}")))

@@ -83,7 +83,7 @@ def test_content_that_a_template_prints_as_python_text_is_refused(folder: Path, 
     for content, got, ids in (
         ([{"type": "text", "text": "a b"}], "got parts", [1, 3, 4, 2, 5]),
         (["a b"], "got parts", None),
-        ([{"type": "image"}], "got parts", None),
+        ([{"type": "other"}], "got parts", None),
         (None, "got null", [1, 2, 5]),
     ):
         row = Row("k", 0, messages=[{"role": "user", "content": content}, {"role": "assistant", "content": "c"}])
@@ -122,7 +122,7 @@ def test_a_message_that_a_template_leaves_out_is_refused(folder: Path, roles: An
     for bad, got in (
         ({"role": "developer", "content": "a"}, "message 1 .role 'developer', content: a string."),
         ({"role": "user", "content": [part]}, "message 1 .role 'user', content: a list."),
-        ({"role": "user", "content": [part, {"type": "image"}]}, "message 1 .role 'user', content: a list."),
+        ({"role": "user", "content": [part, {"type": "other"}]}, "message 1 .role 'user', content: a list."),
     ):
         with pytest.raises(InputError, match=f"leaves out text of {got}"):
             encoder.encode(Row("k", 0, messages=[user, bad, answer]))
@@ -143,6 +143,54 @@ def test_templates_may_leave_out_blanks_and_texts_next_to_tool_calls(tokenizer: 
     user = {"role": "user", "content": "a"}
     for blank in ([], [{"role": "developer", "content": " "}]):
         assert RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=[*blank, user, called])).token_ids == [1, 3, 2, 5]
+
+
+CALL = {"type": "function", "function": {"name": "b", "arguments": {"x": "a"}}}
+
+
+@pytest.mark.parametrize("call", [CALL, CALL["function"]])
+def test_a_tool_or_a_call_that_a_template_leaves_out_is_refused(folder: Path, call: dict[str, Any]) -> None:
+    """Most templates without tools ignore them: a row with a call would be stored as a row without one."""
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = TEXT_ALONE.replace("{{ call }}", "")
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}
+    called = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    encoder = RowEncoder(tokenizer, 20)
+    with pytest.raises(InputError, match="leaves out a call of message 1"):
+        encoder.encode(Row("k", 0, messages=[user, called]))
+    with pytest.raises(InputError, match="expected a chat template that renders tools"):
+        encoder.encode(Row("k", 0, messages=[user, answer], tools=[call]))
+    names = "{% for c in m.tool_calls or [] %}{{ (c.function or c).name }} {% endfor %}"
+    tokenizer.chat_template = (
+        TEXT_ALONE.replace("{% endif %}{% endfor %}", f"{names}{{% endif %}}{{% endfor %}}").replace("{{ call }}", "")
+        + "{% for t in tools or [] %}{{ (t.function or t).name }} {% endfor %}"
+    )
+    assert encoder.encode(Row("k", 0, messages=[user, called])).token_ids == [1, 3, 2, 4, 4]
+    assert encoder.encode(Row("k", 0, messages=[user, answer], tools=[call])).token_ids == [1, 3, 2, 5, 4]
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_audio"])
+def test_a_message_with_an_image_or_a_sound_is_refused(folder: Path, kind: str) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = PARTS
+    parts = [{"type": kind}, {"type": "text", "text": "a"}]
+    with pytest.raises(InputError, match=f"got a part of type {kind} in message 0"):
+        RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=[{"role": "user", "content": parts}]))
+
+
+def test_the_word_none_in_a_call_is_no_null(folder: Path) -> None:
+    """DeepSeek's template renders calls only where the content is null."""
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}] {% if m.content is none %}{% for c in m.tool_calls %}"
+        "{{ c.function.name }} {{ c.function.arguments }} {% endfor %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
+    )
+    call = {"function": {"name": "b", "arguments": "None"}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=messages)).token_ids == [1, 3, 2, 4, 0]
+    messages[1]["content"] = ""
+    with pytest.raises(InputError, match="leaves out a call of message 1"):
+        RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=messages))
 
 
 def test_a_template_that_needs_the_texts_themselves_is_not_judged(folder: Path) -> None:

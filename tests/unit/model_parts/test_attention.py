@@ -172,7 +172,7 @@ def test_a_sample_that_lacks_keys_is_refused(made: Attended, monkeypatch: pytest
     patterns = AttentionPatterns(str(made.folder))
     with pytest.raises(ConfigError, match="got 'k'"):
         patterns.pattern(made.sample(("q",)), 0)
-    with pytest.raises(ConfigError, match=r"expected layers of point 'q' among 0, got \[1\]"):
+    with pytest.raises(ConfigError, match=r"expected layers of point 'q' among \[0\], got \[1\]"):
         patterns.pattern(made.sample(layers=(0,)), 1)
     with pytest.raises(ConfigError, match="got 12 heads in 96 numbers and 4 in 32"):
         patterns.pattern(made.sample(head=8), 0)
