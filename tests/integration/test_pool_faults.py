@@ -32,7 +32,7 @@ from hsx_dist.store import Store, open_store
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.testing.samples import RandomSample, random_sample
-from hsx_dist.writers.events import Counted, Lost
+from hsx_dist.writers.events import Counted, Lost, Unusable
 from hsx_dist.writers.ray_pool import PoolWriterSpec, RaySender, start_writer
 from hsx_dist.writers.sink import SinkOptions
 from tests.harness.discard import Answer, discard_server
@@ -232,7 +232,7 @@ def test_a_writer_that_cannot_open_its_store_says_so(pool):
     p.send([SAMPLES["k00"]])
     p.flush()
     (told,) = p.events
-    assert told.fatal
+    assert isinstance(told, Unusable)
     assert "only-elsewhere" in told.reason
     assert [lost.segments[0].key for lost in p.lost] == ["k00"]
 
