@@ -40,6 +40,8 @@ def token_range(tokens: Any, num_tokens: int) -> tuple[int, int]:
 
 def layer_list(layers: Any, name: str = "layers") -> tuple[int, ...]:
     """``layers`` as a tuple of layer ids. ``ConfigError``: it is no list of integers. ``name``: of the argument."""
+    if hasattr(layers, "tolist"):  # numpy or torch
+        layers = layers.tolist()
     is_list = isinstance(layers, Iterable) and not isinstance(layers, str | bytes)
     ids = tuple(layers) if is_list else (layers,)
     if wrong := [layer for layer in ids if not isinstance(layer, Integral)]:

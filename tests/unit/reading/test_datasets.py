@@ -468,6 +468,13 @@ def test_values_of_another_type_are_refused_by_data_sets_and_samples(
                 read(**{argument: value})
 
 
+def test_layers_may_be_an_array_or_a_tensor(url: str) -> None:
+    sample = open_run(url).at(0)
+    ids = sample.load()["layer_ids"]
+    for layers in (ids, ids.numpy(), iter(ids.tolist())):
+        assert sample.load(layers=layers)["layer_ids"].tolist() == ids.tolist()
+
+
 @pytest.mark.parametrize(
     "options", [{"rename": ["a"]}, {"rename": {"a": 5}}, {"rename": {"input_ids": ["x"]}}, {"max_tokens": "5"}]
 )
