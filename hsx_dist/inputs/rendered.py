@@ -15,20 +15,7 @@ _FOUND = re.compile(r"hsx\d+(?:text|part|call|tool)\d+mark")
 #: A part's mark in the Python code of a list.
 _AS_CODE = re.compile(r"(?:'text': |\[|, )'hsx\d+part\d+mark'")
 #: Types of parts that are no text. A job gives the engine tokens alone.
-_MEDIA = frozenset(
-    {
-        "image",
-        "image_url",
-        "input_image",
-        "audio",
-        "audio_url",
-        "input_audio",
-        "video",
-        "video_url",
-        "file",
-        "input_file",
-    }
-)
+_MEDIA = re.compile(r"(input_)?(image|audio|video|file)(_url)?")
 
 RenderWithTools = Callable[[list[dict[str, Any]], list[Any] | None], str]
 
@@ -139,7 +126,7 @@ def _with_names(functions: Any, prefix: str) -> tuple[Any, list[str]]:
 def _media_of(content: Any) -> str:
     parts = content if isinstance(content, list) else []
     types = (part.get("type") for part in parts if isinstance(part, dict))
-    return next((kind for kind in types if isinstance(kind, str) and kind in _MEDIA), "")
+    return next((kind for kind in types if isinstance(kind, str) and _MEDIA.fullmatch(kind)), "")
 
 
 def _text_of(part: Any) -> str:
