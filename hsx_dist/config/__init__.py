@@ -13,7 +13,8 @@ from hsx_dist.config.models import (
     WritersConfig,
 )
 from hsx_dist.config.paths import absolute_path, is_local, refuse_in_job, resolve_paths
-from hsx_dist.config.secrets import HIDDEN, looks_secret, public_url
+from hsx_dist.config.secret_names import HIDDEN, looks_secret
+from hsx_dist.config.urls import public_url
 
 __all__ = [
     "CODEC_NAMES",

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from hsx_dist.config.models import ExtractConfig
 from hsx_dist.config.problems import config_error
-from hsx_dist.config.secrets import is_env_reference, public_url, secret_paths
+from hsx_dist.config.secrets import is_env_reference, secret_paths
+from hsx_dist.config.urls import public_url
 from hsx_dist.errors import ConfigError
 
 #: Name of a setting, such as ``store.storage_options.client_kwargs``. No URL, which may have a credential, matches.

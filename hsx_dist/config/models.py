@@ -20,15 +20,9 @@ from hsx_dist.config.checks import (
     check_sizes,
 )
 from hsx_dist.config.engine_arguments import engine_meaning
-from hsx_dist.config.secrets import (
-    HIDDEN,
-    check_no_credentials,
-    check_place_of_credentials,
-    compared_form,
-    hide_options,
-    hide_secrets,
-    public_url,
-)
+from hsx_dist.config.secret_names import HIDDEN
+from hsx_dist.config.secrets import compared_form, hide_options, hide_secrets
+from hsx_dist.config.urls import check_no_credentials, check_place_of_credentials, public_url
 
 _MIB = 1 << 20
 #: Thirty years. Time-outs of Python and Ray overflow beyond three hundred.

@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hsx_dist.config.checks import nearest
-from hsx_dist.config.secrets import has_credentials, looks_secret
+from hsx_dist.config.secret_names import looks_secret
+from hsx_dist.config.urls import has_credentials
 from hsx_dist.errors import ConfigError
 
 _EXPECTED = {

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable, Iterator
 from urllib.parse import unquote
 
-from hsx_dist.config.secrets import HIDDEN, breaks_the_rule, is_env_reference, links_of, looks_secret, public_link
+from hsx_dist.config.secret_names import HIDDEN, looks_secret
+from hsx_dist.config.secrets import is_env_reference
 from hsx_dist.config.tokens import BEFORE_TOKEN, KNOWN_TOKEN
+from hsx_dist.config.urls import breaks_the_rule, links_of, public_link
 
 #: Limit in characters of a redacted text. The middle of a longer text is left out.
 MOST = 1 << 16

@@ -1,4 +1,4 @@
-"""Finds settings and URLs that may hold credentials, hides them, and passes them to the processes that need them."""
+"""Finds settings that may hold credentials, hides them, and passes them to the processes that need them."""
 
 from __future__ import annotations
 
@@ -7,63 +7,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from unicodedata import normalize
-from urllib.parse import unquote
 
+from hsx_dist.config.secret_names import HIDDEN, looks_secret
 from hsx_dist.config.tokens import BEFORE_TOKEN, KNOWN_TOKEN
-from hsx_dist.errors import ConfigError
-
-#: Text in place of a value that is not shown.
-HIDDEN = "(not shown)"
+from hsx_dist.config.urls import has_credentials, is_endpoint, public_url
 
 # Most of these patterns search texts of stored objects, so the time of each must grow linearly with the text's length.
 _ENV_REFERENCE = re.compile(r"\$\{env:[^{}]*\}")
-_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_SECRET_WORDS = frozenset(
-    [
-        "key",
-        "apikey",
-        "accesskey",
-        "secretkey",
-        "accountkey",
-        "authkey",
-        "privatekey",
-        "rlkey",
-        "sharedkey",
-        "signingkey",
-        "secret",
-        "secrets",
-        "clientsecret",
-        "sharedsecret",
-        "credential",
-        "credentials",
-        "token",
-        "accesstoken",
-        "authtoken",
-        "refreshtoken",
-        "securitytoken",
-        "sessiontoken",
-        "bearer",
-        "jwt",
-        "password",
-        "passwd",
-        "passphrase",
-        "passcode",
-        "pwd",
-        "auth",
-        "authorization",
-        "oauth",
-        "tempauth",
-        "sas",
-        "sig",
-        "signature",
-        "cookie",
-        "cookies",
-    ]
-)
-_SECRET_PHRASES = (("connection", "string"), ("conn", "str"))
-#: Names that are secret only as a whole: vLLM has a ``pass_config``.
-_SECRET_NAMES = frozenset({"pass", "pw", "pat"})
 #: A credential in a text, by the words before it or its prefix. Prose has no long word with a digit after ``bearer``.
 _SECRET_TEXT = re.compile(
     r"(?i:\b(bearer|basic)\s+(?=\S*\d)\S{16}|\b\w{0,20}(accountkey|accesskey|accesssignature)=[^;\s]"
@@ -72,8 +22,6 @@ _SECRET_TEXT = re.compile(
 )
 #: A text that ``compared_form`` or an earlier version stored in place of a credential.
 _COMPARED = re.compile(rf"{re.escape(HIDDEN)}( [0-9a-f]{{8}})?")
-# "token" is also the model's word: token_ids, skip_special_tokens, max_tokens, token_type_ids are no secrets.
-_AFTER_TOKEN = frozenset({"id", "ids", "type", "count", "limit"})
 # Names of storage options (of s3fs, gcsfs, adlfs) whose values are addresses and modes, never credentials.
 _HARMLESS_OPTIONS = frozenset(
     {
@@ -105,229 +53,9 @@ _ENDPOINT_OPTION = "endpoint_url"
 _WHERE_TO_LOOK = frozenset({"anon", "cloud", "google_default", "cache"})
 
 
-def looks_secret(name: str) -> bool:
-    """Whether a setting of this name usually holds a credential.
-
-    >>> looks_secret("aws_secret_access_key"), looks_secret("HF_TOKEN"), looks_secret("token_ids")
-    (True, True, False)
-    """
-    if name.lower() in _SECRET_NAMES:
-        return True
-    words = [w for w in re.split(r"[^a-z0-9]+", _CAMEL.sub("_", name).lower()) if w]
-    for i, word in enumerate(words):
-        following = words[i + 1] if i + 1 < len(words) else ""
-        if word == "token" and following in _AFTER_TOKEN:
-            continue
-        if word in _SECRET_WORDS and not (word == "signature" and following == "version"):
-            return True
-        if (word, following) in _SECRET_PHRASES:
-            return True
-    return False
-
-
 def is_env_reference(value: object) -> bool:
     """Whether ``value`` is one ``${env:NAME}`` and nothing else."""
     return isinstance(value, str) and _ENV_REFERENCE.fullmatch(value.strip()) is not None
-
-
-def has_credentials(text: str) -> bool:
-    """Whether a URL, a chain of URLs (``a::b``) or a text with URLs in it holds what may be a credential.
-
-    Every ``scheme://`` begins a link, which is judged alone. Its authority is the text up to the next ``/``:
-
-    - ``file``, ``local``, ``memory``: a path; no rule.
-    - ``zip``, ``tar``, ``jar``, …: a member of an archive; no rule.
-    - ``s3``, ``gs``, ``gcs``, …: a bucket; no ``@``, and no ``:`` except in the ARN of an access point.
-    - ``abfs``, ``hf``, ``sftp``, …: ``NAME@HOST[:PORT]``; a name without ``:`` is no credential.
-    - every other scheme: ``HOST[:PORT]``; no ``@``, and no other ``:``.
-
-    A link that breaks its rule may hold a credential, since secrets contain slashes: in ``s3://KEY:SEC/RET@bucket``
-    the bucket would be ``KEY:SEC``. An ``@`` behind a valid authority belongs to a path (``s3://bucket/a@b``). A query
-    or a fragment with a parameter such as ``X-Amz-Signature``, ``sig`` or ``token`` is a credential. A local path or a
-    hub id has no ``://`` and holds none. A text that begins as a URL is judged as any library reads it (``check_url``).
-    """
-    text = _as_read(text)
-    return any(map(breaks_the_rule, links_of(text))) or is_signed_url(text)
-
-
-def check_url(url: str) -> None:
-    """Raise ConfigError for a URL that libraries read in different ways. The error shows no credentials.
-
-    urllib drops tabs and line breaks, and obstore's parser more; obstore takes a backslash for a slash, and any number
-    of slashes behind ``http:``; fsspec changes nothing. So a URL has no control characters, no whitespace but single
-    spaces within its path, and neither a backslash nor a wide ``@`` before it.
-    """
-    odd = "://" in url and (not url.isprintable() or url != url.strip(" "))
-    if odd or _as_read(url) != url or (_starts(url)[:1] == [0] and any(map(_ODD_AUTHORITY.match, links_of(url)))):
-        raise ConfigError(
-            f"{public_url(url)}: expected scheme://place/path without control characters, without whitespace outside "
-            "its path, and without a backslash before it, got another form. Write the URL in this form"
-        )
-
-
-def check_endpoint(endpoint: str, source: str) -> None:
-    """Raise ConfigError unless ``endpoint`` is ``http[s]://HOST[:PORT]``, with or without a path.
-
-    Clients of S3 and GCS ignore a user and password in an endpoint, and may log them. A query may be a signature. The
-    error does not show the endpoint. ``source``: name of the setting.
-    """
-    check_url(endpoint)
-    if not _is_endpoint(endpoint) or "@" in endpoint:
-        raise ConfigError(
-            f"{source}: expected http://HOST[:PORT] or https://HOST[:PORT], without user, password and query, got "
-            "another form. Write it in this form"
-        )
-
-
-def _is_endpoint(text: str) -> bool:
-    found = _ENDPOINT.fullmatch(text)
-    return found is not None and int(found["port"] or 0) <= 65535
-
-
-def check_no_credentials(url: str) -> None:
-    """Raise ConfigError if ``has_credentials``, and as ``check_url`` does. The error shows no credentials."""
-    check_url(url)
-    if has_credentials(url):
-        raise ConfigError(_REFUSED.format(public_url(url)))
-
-
-def check_place_of_credentials(url: str) -> None:
-    """Raise ConfigError if a URL has credentials where no library reads them: in a bucket's name, or as a port.
-
-    Also raises as ``check_url`` does.
-    """
-    check_url(url)
-    for link in filter(breaks_the_rule, links_of(url)):
-        if link.partition("://")[0].lower() in _BUCKETS or "@" not in _authority(link):
-            raise ConfigError(_REFUSED.format(public_url(url)))
-
-
-def public_url(url: str) -> str:
-    """Return ``url`` without credentials and without its query, for messages, logs and stored objects.
-
-    If a link has credentials (see ``has_credentials``), only the text after its last ``@`` is returned. A text without
-    ``://`` is returned unchanged.
-    """
-    url = _as_read(url)
-    if "://" not in url:
-        return url
-    links = links_of(url)
-    start = url.index(links[0]) if links else len(url)
-    shown = url[:start] + "".join(public_link(link) for link in links)
-    before, separator, rest = shown.partition("://")
-    shown = before + separator + rest.split("?", 1)[0]
-    return re.split("[;#]", shown, maxsplit=1)[0] if is_signed_url(shown) else shown
-
-
-def is_signed_url(text: str) -> bool:
-    """Whether a URL's parameters (after ``;``, ``?``, ``#``) hold a signature or a token. Such a URL grants access."""
-    found = re.search(r"[;?#].*", text.partition("://")[2], re.DOTALL)
-    return found is not None and any(looks_secret(unquote(name)) for name in _PARAMETER.findall(found[0]))
-
-
-def url_secrets(text: str) -> Iterator[str]:
-    """Yield the text before the ``@`` of each link with credentials, and its parts; each also percent-decoded."""
-    for link in filter(breaks_the_rule, links_of(_as_read(text))):
-        secret = link.partition("://")[2].rpartition("@")[0]
-        yield from (secret, unquote(secret), *secret.split(":", 1), *unquote(secret).split(":", 1))
-
-
-_REFUSED = (
-    "{}: expected a URL without credentials, got one with a part that may be one. Give credentials by the environment, "
-    "a profile or storage_options"
-)
-#: A word that may be a scheme, and ``://``, which makes it one. Matches other words too, to search none of them twice.
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://)?")
-#: ``scheme://``, chained or not, also with what libraries drop between its characters.
-_BEGINS = re.compile(
-    r"[\0-\x20]*(?:[a-z0-9+.-]+::)*(?:[a-z][a-z0-9+.-]*:[\0-\x1f\x7f-\x9f]*/[\0-\x1f\x7f-\x9f]*/|https?:[\0-\x1f]*[/\\])",
-    re.IGNORECASE,
-)
-_BEFORE_AT = re.compile(r"(?<=://)[^/]*@")
-_PORT_AND_SLASH = re.compile(r"://[^/\s]*:[0-9]*/")
-_ENDPOINT = re.compile(
-    r"https?://([^/?#\s]*@)?([^/?#@:\s]+|\[[0-9A-Fa-f:.%]+\])(:(?P<port>[0-9]{1,5}))?(/[^?#]*)?", re.IGNORECASE
-)
-_PARAMETER = re.compile(r"[?&;#]([^=&;#?\s]+)=")
-_NO_HOST = frozenset({"file", "local", "memory", "zip", "tar", "jar", "libarchive", "reference", "dir", "data"})
-_ODD_AUTHORITY = re.compile(rf"(?!({'|'.join(sorted(_NO_HOST))})://)[^:]*://[^/]*[ \\\uff20\ufe6b]", re.IGNORECASE)
-_BUCKETS = frozenset({"s3", "s3a", "s3n", "gs", "gcs", "oss", "obs", "cos", "tos", "r2", "b2"})
-_NAME_AND_HOST = frozenset(
-    {"abfs", "abfss", "az", "adl", "wasb", "wasbs", "oci", "hf", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "root"}
-)
-_BUCKET = re.compile(r"[^:@]*|arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d{12}:(accesspoint(:[a-z0-9.-]+)?|outpost)")
-#: ``github://ORG:REPOSITORY@REF``, as fsspec spells it. GitHub's tokens have known prefixes.
-_REPOSITORY = re.compile(r"(?!.*(gh[a-z]_|github_pat_))[\w.-]+:[\w.-]+@[\w.-]+")
-_HOST = re.compile(r"([^:@]*|\[[0-9A-Fa-f:.%]+\])(:(?P<port>\d{0,5}))?")
-
-
-def _as_read(text: str) -> str:
-    """Return a text that begins as a URL without the characters that some library drops.
-
-    Returns any other text unchanged: it may be prose.
-    """
-    if _BEGINS.match(text) is None:
-        return text
-    text = "".join(c for c in text if c.isprintable()).lstrip(" ")
-    text = re.sub(r"(^|::)(https?):[/\\]*", r"\1\2://", text, flags=re.IGNORECASE)
-    # In prose that begins as a URL, only the text before an ``@`` is changed.
-    return _BEFORE_AT.sub(lambda found: _quoted(found[0]), text)
-
-
-def _quoted(before_at: str) -> str:
-    return before_at.replace(" ", "%20") if " " in before_at.partition("@")[0] else before_at
-
-
-def _starts(text: str) -> list[int]:
-    """Where each ``scheme://`` begins."""
-    return [found.start() for found in _SCHEME.finditer(text) if found[1]]
-
-
-def links_of(text: str) -> list[str]:
-    """Return the text from each ``scheme://`` to the next."""
-    starts = _starts(text)
-    return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=False)]
-
-
-def _authority(link: str) -> str:
-    # Settings hold texts with URLs, so blanks and punctuation may follow. Percent-encoding must not hide a credential.
-    rest = re.split(r"[/\s]", link.partition("://")[2], maxsplit=1)[0]
-    # Some libraries read a full-width ``@`` as an ``@``. Characters are normalized one by one, because NFKC of many
-    # accents in a row takes quadratic time.
-    return "".join(normalize("NFKC", c) for c in unquote(rest)).removesuffix("::").rstrip(",.;!?)}\"'`>*")
-
-
-def breaks_the_rule(link: str) -> bool:
-    """Whether one of ``links_of`` may hold a credential before its path (``has_credentials`` has the rules)."""
-    scheme, authority = link.partition("://")[0].lower(), _authority(link)
-    if scheme in _NO_HOST:
-        return False
-    if scheme in _BUCKETS:
-        # Some libraries strip slashes: the bucket of s3:///NAME is then NAME.
-        return _BUCKET.fullmatch(authority) is None or (not authority and "@" in link)
-    if scheme == "github" and _REPOSITORY.fullmatch(authority):
-        return False
-    name, at, host = authority.rpartition("@")
-    if at and (scheme not in _NAME_AND_HOST or ":" in name):
-        return True
-    found = _HOST.fullmatch(host)
-    if found is None or int(found["port"] or 0) > 65535:
-        return True
-    # A secret may begin with "/", or with digits and "/". It then looks like a port. Hosts with a port usually have a
-    # dot.
-    doubtful = found["port"] == "" or (found["port"] and re.fullmatch(r"(?!localhost$)[\w-]+", found[1]))
-    behind = _PORT_AND_SLASH.search(link) if doubtful else None
-    return behind is not None and "@" in link[behind.end() :]
-
-
-def public_link(link: str) -> str:
-    """Return one of ``links_of`` without what may be a credential."""
-    if not breaks_the_rule(link):
-        return link
-    scheme, _, rest = link.partition("://")
-    chained = "::" if rest.endswith("::") else ""
-    _, at, after = rest.removesuffix("::").rpartition("@")
-    return f"{scheme}://{after if at else HIDDEN}{chained}"
 
 
 def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -384,7 +112,7 @@ def hide_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _odd_endpoint(name: str, value: object) -> bool:
-    return name == _ENDPOINT_OPTION and isinstance(value, str) and not _is_endpoint(_without_references(value))
+    return name == _ENDPOINT_OPTION and isinstance(value, str) and not is_endpoint(_without_references(value))
 
 
 def compared_form(value: Any, *, within: bool = False) -> Any:

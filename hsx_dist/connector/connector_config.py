@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from hsx_dist.config.loading import with_environment
 from hsx_dist.config.models import MAX_SECONDS
-from hsx_dist.config.secrets import check_no_credentials, secret_paths
+from hsx_dist.config.secrets import secret_paths
+from hsx_dist.config.urls import check_no_credentials
 from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from hsx_dist.config import ExtractConfig, public_url
 from hsx_dist.config.engine_arguments import CHOOSE_POINTS, engine_meaning
-from hsx_dist.config.secrets import HIDDEN, compared_form
+from hsx_dist.config.secret_names import HIDDEN
+from hsx_dist.config.secrets import compared_form
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.jobs.capture import capture_of_run

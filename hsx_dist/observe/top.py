@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from hsx_dist.config.secrets import public_url
+from hsx_dist.config.urls import public_url
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import newest_and_complete, read_heartbeat
 from hsx_dist.observe.units import duration

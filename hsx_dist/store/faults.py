@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-from hsx_dist.config.secrets import looks_secret, url_secrets
+from hsx_dist.config.secret_names import looks_secret
+from hsx_dist.config.urls import url_secrets
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
 
 _DENIED_CODES = frozenset(

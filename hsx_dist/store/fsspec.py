@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from hsx_dist.config.secrets import public_url
+from hsx_dist.config.urls import public_url
 from hsx_dist.errors import AlreadyExists, ConfigError, HsxError, NotFound, StoreError, Unavailable, install_extra
 from hsx_dist.store.base import (
     PATIENCE_S,

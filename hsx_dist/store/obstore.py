@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from hsx_dist.config.secrets import public_url
+from hsx_dist.config.urls import public_url
 from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, Unavailable
 from hsx_dist.store.base import (
     PATIENCE_S,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from hsx_dist.config.secrets import check_endpoint, check_no_credentials, public_url
+from hsx_dist.config.urls import check_endpoint, check_no_credentials, public_url
 from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.logger import get_logger
 from hsx_dist.store.base import Store

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from hsx_dist.config.secrets import public_url
+from hsx_dist.config.urls import public_url
 from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.store.base import ObjectInfo, Store
 from hsx_dist.store.folder_listing import UNFINISHED

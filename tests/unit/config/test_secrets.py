@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 
 from hsx_dist.config import ExtractConfig, load_config, looks_secret, parse_storage_options, public_url
-from hsx_dist.config.secrets import (
+from hsx_dist.config.secrets import compared_form, hide_options, hide_secrets, secret_paths
+from hsx_dist.config.urls import (
     check_endpoint,
     check_no_credentials,
     check_place_of_credentials,
     check_url,
-    compared_form,
     has_credentials,
-    hide_options,
-    hide_secrets,
-    secret_paths,
     url_secrets,
 )
 from hsx_dist.connector.connector_config import read_connector_config

@@ -1,0 +1,77 @@
+"""Finds settings, parameters and elements whose names say that they hold credentials."""
+
+from __future__ import annotations
+
+import re
+
+#: Text in place of a value that is not shown.
+HIDDEN = "(not shown)"
+
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_SECRET_WORDS = frozenset(
+    [
+        "key",
+        "apikey",
+        "accesskey",
+        "secretkey",
+        "accountkey",
+        "authkey",
+        "privatekey",
+        "rlkey",
+        "sharedkey",
+        "signingkey",
+        "secret",
+        "secrets",
+        "clientsecret",
+        "sharedsecret",
+        "credential",
+        "credentials",
+        "token",
+        "accesstoken",
+        "authtoken",
+        "refreshtoken",
+        "securitytoken",
+        "sessiontoken",
+        "bearer",
+        "jwt",
+        "password",
+        "passwd",
+        "passphrase",
+        "passcode",
+        "pwd",
+        "auth",
+        "authorization",
+        "oauth",
+        "tempauth",
+        "sas",
+        "sig",
+        "signature",
+        "cookie",
+        "cookies",
+    ]
+)
+_SECRET_PHRASES = (("connection", "string"), ("conn", "str"))
+#: Names that are secret only as a whole: vLLM has a ``pass_config``.
+_SECRET_NAMES = frozenset({"pass", "pw", "pat"})
+# "token" is also the model's word: token_ids, skip_special_tokens, max_tokens, token_type_ids are no secrets.
+_AFTER_TOKEN = frozenset({"id", "ids", "type", "count", "limit"})
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a setting of this name usually holds a credential.
+
+    >>> looks_secret("aws_secret_access_key"), looks_secret("HF_TOKEN"), looks_secret("token_ids")
+    (True, True, False)
+    """
+    if name.lower() in _SECRET_NAMES:
+        return True
+    words = [w for w in re.split(r"[^a-z0-9]+", _CAMEL.sub("_", name).lower()) if w]
+    for i, word in enumerate(words):
+        following = words[i + 1] if i + 1 < len(words) else ""
+        if word == "token" and following in _AFTER_TOKEN:
+            continue
+        if word in _SECRET_WORDS and not (word == "signature" and following == "version"):
+            return True
+        if (word, following) in _SECRET_PHRASES:
+            return True
+    return False
