@@ -13,6 +13,9 @@ from hsx_dist.config.urls import breaks_the_rule, links_of, public_link
 
 #: Limit in characters of a redacted text. The middle of a longer text is left out.
 MOST = 1 << 16
+_CUT = " … "
+#: Limit of the repetitions until a text stays the same. Nothing of a text that needs more is shown.
+_ROUNDS = 8
 
 # The time of each pattern must grow linearly with the text's length. No pattern matches ``HIDDEN``, so that a redacted
 # text stays the same.
@@ -47,6 +50,8 @@ _WORDS_AT_CUT = 10
 def redact_text(text: str) -> str:
     """Return ``text`` without what may be a credential. Takes time linear in its length, and shortens a long text.
 
+    A redacted text stays the same.
+
     Hides the user and password of a URL, and of an address ``USER:PASSWORD@HOST``. Hides the value of a parameter, a
     quoted setting or an XML element whose name is a secret's (``looks_secret``). Hides private keys, and the tokens of
     ``hsx_dist.config.tokens``.
@@ -54,10 +59,20 @@ def redact_text(text: str) -> str:
     >>> redact_text("GET https://me:pw@host/x?X-Amz-Signature=abc&n=1 failed")
     'GET https://host/x?X-Amz-Signature=(not shown)&n=1 failed'
     """
+    for _ in range(_ROUNDS):
+        shown = _redacted_once(text)
+        if shown == text:
+            return shown
+        text = shown  # a hidden value may reveal an address or a parameter around it
+    return HIDDEN
+
+
+def _redacted_once(text: str) -> str:
     if len(text) > MOST:
-        head = " ".join(text[: MOST // 2].split(" ")[:-_WORDS_AT_CUT])
-        tail = " ".join(text[-MOST // 2 :].split(" ")[_WORDS_AT_CUT:])
-        text = f"{head} … {tail}"
+        half = (MOST - len(_CUT)) // 2
+        head = " ".join(text[:half].split(" ")[:-_WORDS_AT_CUT])
+        tail = " ".join(text[-half:].split(" ")[_WORDS_AT_CUT:])
+        text = head + _CUT + tail
     text = _PRIVATE_KEY.sub(rf"\1 {HIDDEN}", text)
     text = _WORD.sub(lambda found: _links(found[0]), text)
     text = _ADDRESS.sub(lambda found: _address(found[0]), text)
@@ -135,8 +150,9 @@ def _links(word: str) -> str:
 
 
 def _address(word: str) -> str:
-    if "://" in word:
-        return word
+    if found := links_of(word):  # ``_links`` has shown them
+        start = word.index(found[0])
+        return _address(word[:start]) + word[start:]
     before, at, host = word.rpartition("@")
     user, colon, password = before.partition(":")
     # gRPC names an endpoint without its scheme.

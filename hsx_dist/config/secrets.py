@@ -144,7 +144,8 @@ def hide_secrets(value: Any, *, within: bool = False) -> Any:
     if within and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return HIDDEN
     if isinstance(value, str):
-        return HIDDEN if _SECRET_TEXT.search(value) else public_url(value)
+        shown = public_url(value)  # without characters that may split a credential
+        return HIDDEN if any(map(_SECRET_TEXT.search, (value, shown))) else shown
     return value
 
 

@@ -208,4 +208,6 @@ def public_link(link: str) -> str:
     scheme, _, rest = link.partition("://")
     chained = "::" if rest.endswith("::") else ""
     _, at, after = rest.removesuffix("::").rpartition("@")
-    return f"{scheme}://{after if at else HIDDEN}{chained}"
+    # A wide or percent-encoded ``@`` may follow, also behind slashes, which some libraries strip.
+    shown = "{}://{}{}".format(scheme, after.lstrip("/\\"), chained)
+    return shown if at and not breaks_the_rule(shown) else f"{scheme}://{HIDDEN}{chained}"

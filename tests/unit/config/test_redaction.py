@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from random import Random
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from hsx_dist.config import public_url, redaction
 from hsx_dist.config.redaction import MOST, redact_text
+from hsx_dist.config.secrets import hide_secrets
 from tests.unit.growth import check_linear
 
 SECRET = "hunter2Not-to-be-seen9"
@@ -91,28 +94,83 @@ def test_other_text_stays(text: str) -> None:
     assert redact_text(text) == text
 
 
-def test_a_text_with_redacted_tokens_stays_the_same() -> None:
-    pieces = (
-        *("Authorization: ", "Bearer ", "basic\t", HUB, "sk-ab", SECRET, ":", "?token=", "'"),
-        *("=", " ", ",", "-", ".", "<Key>", "https://h/", "(not shown)", "/", "eyJ", "1"),
-    )
-    random = Random(1)
-    for _ in range(20_000):
-        text = redact_text("".join(random.choices(pieces, k=8)))
-        assert redact_text(text) == text
+PIECES = (
+    *("http://", "s3://", "zip://", "abfs://", "a://", "://", "://u:p@", "::", "//", "/", "\\", "%40", "\uff20", "@"),
+    *(
+        "u:p",
+        "u@",
+        "o:r@x",
+        "h",
+        "1",
+        ":",
+        "?",
+        "?token=",
+        "&sig=",
+        ";",
+        "#",
+        "'",
+        '"',
+        "(",
+        ")",
+        "[",
+        "=",
+        ",",
+        "-",
+        ".",
+    ),
+    *(" ", "\t", "\0", "\n", "(not shown)", "Authorization: ", "Bearer ", "basic\t", "eyJ", HUB, "sk-ab", SECRET),
+    *("<Key>", "</Key>", "password", "pwd=", "AccountKey=", "BEGIN PRIVATE KEY", "END PRIVATE KEY"),
+)
 
 
-def test_a_long_text_is_shortened_and_no_half_credential_stays() -> None:
-    for cut in range(MOST // 2 - 40, MOST // 2 + 40):
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
+@example("s3://u@\uff20")
+@example("http://,u@//x")
+@example("http://u@\\x")
+@example("o:r@x&sig=a://")
+@example("o:r@x<Key>s3://")
+@example("file://AccountKey=\t'h")
+@example("@file://AccountKey=u:p;o:r@x")
+@example("BEGIN PRIVATE KEYEND PRIVATE KEY")
+@example("u:p@h " * (MOST // 6))
+@example("x " * MOST)
+def test_a_redacted_text_stays_the_same(text: str) -> None:
+    for redact in (redact_text, public_url, hide_secrets):
+        once = redact(text)
+        assert redact(once) == once
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"u:{SECRET}@h,x=http://h/x", f"u:{SECRET}@h&x=http://h", f"s3://u@k:{SECRET}\uff20b", f"s3://u@/k:{SECRET}%40b"],
+)
+def test_credentials_next_to_a_link_are_hidden(text: str) -> None:
+    assert SECRET not in redact_text(text)
+
+
+def test_a_character_that_libraries_drop_hides_no_credential() -> None:
+    assert SECRET not in hide_secrets(f"file://AccountKey=\t{SECRET}")
+
+
+def test_nothing_of_a_text_that_never_stays_the_same_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_ROUNDS", 1)
+    assert redact_text("o:r@x") == "(not shown)"
+
+
+def test_a_long_text_is_shortened_and_no_half_credential_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 1 << 11
+    monkeypatch.setattr(redaction, "MOST", most)
+    for cut in range(most // 2 - 40, most // 2 + 40):
         for text in (
-            f"{'x' * (cut - 1)} https://u:{SECRET}@h/x {'y' * MOST}",
-            f"{'x' * MOST} u:{SECRET}@h {'y' * cut}",
-            f"{'x' * MOST} 'password': '{SECRET}' {'y ' * (cut // 2)}",
-            f"{'x' * MOST} Authorization: Bearer {SECRET} {'y ' * (cut // 2)}",
-            f"{'x' * MOST} Authorization:    Bearer    {SECRET.replace('2', 'x')} {'y ' * (cut // 2)}",
+            f"{'x' * (cut - 1)} https://u:{SECRET}@h/x {'y' * most}",
+            f"{'x' * most} u:{SECRET}@h {'y' * cut}",
+            f"{'x' * most} 'password': '{SECRET}' {'y ' * (cut // 2)}",
+            f"{'x' * most} Authorization: Bearer {SECRET} {'y ' * (cut // 2)}",
+            f"{'x' * most} Authorization:    Bearer    {SECRET.replace('2', 'x')} {'y ' * (cut // 2)}",
         ):
             shown = redact_text(text)
-            assert len(shown) <= MOST + 3
+            assert len(shown) <= most
             assert not any(SECRET[i : i + 8] in shown for i in range(len(SECRET) - 7))
 
 
