@@ -13,9 +13,8 @@ import ray
 from hsx_dist import errors
 from hsx_dist.config.redaction import redact_text
 from hsx_dist.errors import HsxError
-from hsx_dist.library_path import search_no_working_folder
 from hsx_dist.logger import get_logger
-from hsx_dist.observe.logs import redact_records
+from hsx_dist.new_process import begin_process
 
 log = get_logger(__name__)
 
@@ -45,8 +44,7 @@ def guarded(entry: Any) -> Any:
 def _guarded_call(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def guarded_call(*args: Any, **kwargs: Any) -> Any:
-        search_no_working_folder()
-        redact_records()
+        begin_process()
         with redacted_errors():
             return call(*args, **kwargs)
 

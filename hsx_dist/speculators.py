@@ -22,6 +22,7 @@ from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleFailed
 from hsx_dist.format.container import Part
 from hsx_dist.format.markers import OBJECT, is_of_a_run
 from hsx_dist.format.part_request import layer_list
+from hsx_dist.new_process import begin_process
 from hsx_dist.page import token_hash
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.load import answered_identity, load_object
@@ -268,6 +269,7 @@ if __name__ != "__main__":
 
 def main() -> None:
     """Run speculators' command. Importing this module registers the back end."""
+    begin_process()
     from speculators.__main__ import app
 
     app()

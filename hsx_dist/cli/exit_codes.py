@@ -14,9 +14,9 @@ import typer
 
 from hsx_dist.config.redaction import redact_text
 from hsx_dist.errors import ConfigError, Denied, HsxError, InputError, NotFound, RunError, RunMismatch, SampleNotFound
-from hsx_dist.library_path import search_no_working_folder
+from hsx_dist.new_process import begin_process
 from hsx_dist.observe.console import say, say_lines
-from hsx_dist.observe.logs import configure_logging, redact_records
+from hsx_dist.observe.logs import configure_logging
 
 FINE, FOUND_BAD, WRONG_USE = 0, 1, 2
 
@@ -37,8 +37,7 @@ def run_app(app: typer.Typer, args: Sequence[str] | None, name: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # keys may have characters that its encoding lacks
             stream.reconfigure(errors="backslashreplace")
-    search_no_working_folder()
-    redact_records()
+    begin_process()
     configure_logging(logging.DEBUG if debug else logging.WARNING)
     try:
         # Not standalone: typer would print the error of a wrong argument itself, with the argument's password.

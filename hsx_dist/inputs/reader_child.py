@@ -19,6 +19,7 @@ from hsx_dist.inputs.listing import find_input
 from hsx_dist.inputs.records import RecordBatch, read_batches
 from hsx_dist.inputs.sources import found_again
 from hsx_dist.inputs.tables import Unreadable
+from hsx_dist.new_process import begin_process
 
 #: Memory of the process: an Arrow record batch as it is stored and as it is decoded, of 2 GiB each.
 READER_BYTES = 4 << 30
@@ -34,6 +35,7 @@ def memory_limit(config: InputConfig) -> int:
 
 
 def main() -> None:
+    begin_process()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which may continue to read
     connection = Connection(int(sys.argv[1]))
     config, sources, columns, needed = pickle.loads(connection.recv_bytes())  # noqa: S301 (the parent's)

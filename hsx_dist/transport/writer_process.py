@@ -20,7 +20,7 @@ from typing import Any
 
 import hsx_dist
 from hsx_dist.errors import EngineError, HsxError
-from hsx_dist.observe.logs import redact_records
+from hsx_dist.new_process import begin_process
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Segment
 from hsx_dist.store import open_store
@@ -117,7 +117,7 @@ def _outlive(parent: int, seconds: float) -> None:
 
 
 def main() -> None:
-    redact_records()
+    begin_process()
     # Ignore signals to the server's process group: the engine handles them, and then ends the connection.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

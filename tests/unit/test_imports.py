@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "page": set(),
     "isa": set(),
     "lazy": set(),
-    "library_path": set(),
+    "new_process": {"observe"},
     "memory": set(),
     "config": {"errors"},
     "layers": {"errors", "page"},
@@ -40,17 +40,17 @@ ALLOWED: dict[str, set[str]] = {
     "model_parts": {"errors", "isa", "logger", "models", "page", "format", "reading"},
     "exporting": {"errors", "model_parts", "page", "layers", "format", "reading", "store"},
     "ray_arguments": {"config", "errors"},
-    "ray_calls": {"config", "errors", "library_path", "logger", "observe"},
+    "ray_calls": {"config", "errors", "logger", "new_process"},
     "ray": {"errors", "lazy", "config", "reading", "exporting", "ray_arguments", "ray_calls"},
     "saelens": {"layers", "page", "reading"},
     "serving": {"errors", "page", "connector", "reading", "store", "format", "logger", "text", "writers"},
-    "speculators": {"errors", "config", "page", "format", "reading", "store"},
+    "speculators": {"errors", "config", "new_process", "page", "format", "reading", "store"},
     "observe": {"errors", "logger", "model_parts", "page", "config", "store", "format", "reading", "text"},
     "writers": {
         *("errors", "page", "store", "format"),
         *("observe", "memory", "logger", "text", "ray_arguments", "ray_calls"),
     },
-    "transport": {"errors", "page", "store", "format", "observe", "memory", "logger", "text", "writers"},
+    "transport": {"errors", "new_process", "page", "store", "format", "observe", "memory", "logger", "text", "writers"},
     "vllm_patches": {"errors", "logger"},
     "taps": {"errors"},
     "connector": {
@@ -73,7 +73,7 @@ ALLOWED: dict[str, set[str]] = {
         "transport",
     },
     "testing": {"errors", "page", "store", "format"},
-    "inputs": {"errors", "config", "store", "format", "connector", "text"},
+    "inputs": {"errors", "config", "store", "format", "connector", "new_process", "text"},
     "fleet": {
         *(
             "errors",
@@ -86,7 +86,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "jobs": {
         *("inputs", "fleet", "ray_arguments", "ray_calls", "taps"),
-        *("errors", "isa", "page", "config", "layers", "tokenizers", "store", "format"),
+        *("errors", "isa", "new_process", "page", "config", "layers", "tokenizers", "store", "format"),
         *(
             "writers",
             "connector",
@@ -97,7 +97,7 @@ ALLOWED: dict[str, set[str]] = {
         ),
     },
     "cli": {
-        *("errors", "layers", "library_path", "page", "config", "store", "format", "logger", "text"),
+        *("errors", "layers", "new_process", "page", "config", "store", "format", "logger", "text"),
         *("reading", "exporting", "ray", "observe", "inputs", "fleet", "jobs"),
     },
 }

@@ -27,6 +27,7 @@ from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.jobs.check import LayerError, PointRows, layer_errors
 from hsx_dist.jobs.kit.outcomes import Check, claim, python
 from hsx_dist.models.tiny import tiny_llama
+from hsx_dist.new_process import begin_process
 from hsx_dist.page import HIDDEN_STATES
 
 GROUP = "states against transformers"
@@ -320,6 +321,7 @@ def visible_gpus() -> list[str]:
 
 
 def main() -> None:
+    begin_process()
     avoid_broken_amx()
     given = json.loads(Path(sys.argv[1]).read_text())
     run(given["model"], Case(**given["case"]))
