@@ -99,8 +99,10 @@ def _find(config: InputConfig, shown: str) -> Input:
             raise
         _refuse_split(config)
         base = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0] or path[: path.startswith("/")]  # type: ignore[union-attr]
-        found = _listed(fs, base, path[len(base) :].strip("/"))
-        if path.endswith("/**"):  # matches the files of the folders, too
+        pattern = path[len(base) :].strip("/")
+        _check_pattern(pattern, shown)
+        found = _listed(fs, base, pattern)
+        if pattern.rpartition("/")[2] == "**":  # matches the files of the folders, too
             found = {name: kind for name, kind in found.items() if kind != "directory"}
         sources = _of_many(config, fs, found, base)
     else:
@@ -162,6 +164,14 @@ def _refuse_split(config: InputConfig) -> None:
         raise ConfigError(
             f"input.split: expected the folder of a saved data set with {_SPLITS}, got {public_url(config.path)}. "
             "Name that folder, or remove input.split"
+        )
+
+
+def _check_pattern(pattern: str, shown: str) -> None:
+    if any("**" in step and step != "**" for step in pattern.split("/")):
+        raise ConfigError(
+            f"input.path: expected ** as a whole name between slashes (FOLDER/**/*.jsonl), got {shown}. Put a slash on "
+            "each side of **"
         )
 
 

@@ -55,7 +55,7 @@ def test_a_link_to_a_folder_is_refused_and_one_to_a_file_is_read(tmp_path: Path)
     (tmp_path / "in" / "z.jsonl").symlink_to(tmp_path / "other" / "y.jsonl")
     assert keys(tmp_path / "in") == ["x:00000000", "z:00000000"]
     (tmp_path / "in" / "more").symlink_to(tmp_path / "other")
-    for pattern in ("", "**/*.jsonl", "*", "*/*.jsonl"):
+    for pattern in ("", "**", "**/*.jsonl", "*", "*/*.jsonl"):
         with pytest.raises(ConfigError, match=r"got .*in/more, a link to a folder"):
             read(tmp_path / "in" / pattern)
     assert keys(tmp_path / "in" / "*.jsonl") == ["x:00000000", "z:00000000"]
@@ -202,7 +202,7 @@ def test_a_zip_file_is_listed_as_its_folder(tmp_path: Path, folders: bool) -> No
     saved(tmp_path / "sets" / "one", table("a"))
     saved(tmp_path / "sets" / "two", table("b", "c"))
     path, sets = (_zipped(tmp_path / name, folders=folders) for name in ("in", "sets"))
-    for pattern in ("", "**/*.jsonl", "*.jsonl", "*/*.jsonl", "a/**", "a", "a/", "[ab]*/*/*.jsonl"):
+    for pattern in ("", "**", "**/*.jsonl", "*.jsonl", "*/*.jsonl", "a/**", "a", "a/", "[ab]*/*/*.jsonl"):
         assert keys(f"zip://{pattern}::{path}") == keys(f"{tmp_path}/in/{pattern}"), pattern
     assert (
         keys(f"zip://*::{sets}")
@@ -213,6 +213,10 @@ def test_a_zip_file_is_listed_as_its_folder(tmp_path: Path, folders: bool) -> No
         read(f"zip://other/*.jsonl::{path}")
     with pytest.raises(ConfigError, match="got the folder a"):
         read(f"zip://*::{path}")
+    for pattern in ("**.jsonl", "a**", "a**/*.jsonl"):
+        for url in (f"zip://{pattern}::{path}", f"{tmp_path}/in/{pattern}"):
+            with pytest.raises(ConfigError, match=r"expected \*\* as a whole name"):
+                read(url)
 
 
 @pytest.mark.parametrize("pattern", ["**/*.jsonl", "*", ""])
