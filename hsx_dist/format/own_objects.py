@@ -1,7 +1,8 @@
 """Find the objects that a run stored in a folder. Other programs may have files there, also with a run's names.
 
-A version 2 run has a folder with its random id, so names are enough there. The objects of a version 1 run are next to
-``run.json``, in a folder that a user named. There a JSON object counts only if it has the members that a run stores.
+A version 2 run has a folder with its random id, so names are enough there. Files with other names are not the run's.
+The objects of a version 1 run are next to ``run.json``, in a folder that a user named. There a JSON object counts only
+if it has the members that a run stores.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from hsx_dist.store import ObjectInfo, Store
 
 #: Prefixes of receipts and parts. Only runs have objects with these names.
 _EVIDENCE = ("manifest/", "data/part-")
+#: An object of ``require_conditional_puts``, if its process was killed.
+_PROBE = re.compile(r"probe-[0-9a-f]{32}")
 #: Pattern of the names of other objects → members that each version stores in them.
 _MEMBERS = {
     re.compile(r"attempts/[0-9]+\.json"): {"attempt", "token", "created"},
@@ -30,6 +33,8 @@ _MEMBERS = {
 
 def run_objects(root: Store, folder: str) -> Iterator[ObjectInfo]:
     """The objects of a run in ``folder`` (empty: next to ``run.json``). Receipts and parts, the evidence, are last."""
+    if folder:
+        yield from (info for info in root.list(f"{folder}probe-") if _PROBE.fullmatch(info.name.removeprefix(folder)))
     for prefix, pattern in sorted(OBJECTS_OF_A_RUN.items(), key=lambda item: item[0] in _EVIDENCE):
         for info in root.list(folder + prefix):
             name = info.name.removeprefix(folder)

@@ -114,8 +114,7 @@ def remove_run(root: Store, place: Place | None, *, on_object: Callable[[str], N
     if place is None and "" in left:
         close_place(root)
     found = chain(
-        (info.name for folder in own for info in root.list(folder)),
-        (info.name for folder in left for info in run_objects(root, folder)),
+        (info.name for folder in [*own, *left] for info in run_objects(root, folder)),
         (info.name for info in _unfinished_of(root, [*own, *left])),
     )
     removed = 0

@@ -211,3 +211,16 @@ def test_an_unreadable_folder_next_to_a_run_stops_neither_its_gc_nor_its_removal
     store.folder = "lost+found"
     assert remove_run(store, place) == 2
     assert [i.name for i in store.list()] == ["run.json"]
+
+
+def test_files_of_other_programs_in_a_runs_folder_stay() -> None:
+    store = MemoryStore()
+    store_run(store, SAMPLES)
+    folder = f"{open_place(store).folder}/"
+    store.put(f"{folder}probe-{'0' * 32}", [b"first"])
+    others = [folder + name for name in ("notes.txt", "data/mine.npy", "report/index.html", "manifest/0001/README")]
+    for name in others:
+        store.put(name, [b"mine"])
+    remove_run(store, find_place(store))
+    assert {info.name for info in store.list("")} == {*others, "run.json"}
+    assert find_place(store) is None
