@@ -43,7 +43,8 @@ def spans_of_roles(
         if not whole.startswith(before):
             raise InputError(
                 f"loss_roles: expected a chat template that renders the messages before message {i} as it renders them "
-                "within the whole, got another text. Give the row a loss_mask"
+                "within the whole, got another text: some templates add a text at the end of each chat, as Phi-3's "
+                "adds <|endoftext|>. Give the row a loss_mask"
             )
         start = len(before) if i or message["role"] == "system" else _start_of_text(whole, messages, render)
         if message["role"] == "assistant" and i:
@@ -52,7 +53,8 @@ def spans_of_roles(
         if not length or not _has_end_of(message, whole[start : start + length]):
             raise InputError(
                 f"loss_roles: expected to find message {i} in the rendered chat, got a template that renders it "
-                "differently there. Give the row a loss_mask"
+                "differently there: some templates end only the chat's last answer in another way, as gpt-oss's with "
+                "<|return|>. Give the row a loss_mask, or end the chat with this message"
             )
         found.append((start, start + length))
     return found

@@ -162,8 +162,17 @@ def test_an_answer_that_alone_has_another_end_is_refused(tokenizer: Any, answer:
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     chat = [CHAT[0], {"role": "assistant", "content": answer}, *CHAT[2:]]
-    with pytest.raises(InputError, match="expected to find message 1 in the rendered chat"):
+    with pytest.raises(
+        InputError, match=r"expected to find message 1 in the rendered chat, .* <\|return\|>\. Give the row"
+    ):
         said(tokenizer, template, chat)
+    assert said(tokenizer, template, chat[:2]) == [answer + "<|return|>"]
+
+
+def test_a_template_that_ends_each_chat_with_its_own_text_is_refused(tokenizer: Any) -> None:
+    template = CHATML.replace("{% endif %}", "{% else %}{{ '<|endoftext|>' }}{% endif %}")
+    with pytest.raises(InputError, match=r"before message 1 as .* Phi-3's adds <\|endoftext\|>\. Give the row"):
+        said(tokenizer, template, CHAT)
 
 
 def test_a_first_message_whose_text_is_not_rendered_is_refused(tokenizer: Any) -> None:
