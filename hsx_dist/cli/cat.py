@@ -14,7 +14,8 @@ import numpy as np
 from hsx_dist.cli.export import parse_layers
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import ConfigError, FormatError
-from hsx_dist.format.description import ATTACHMENT_DTYPE, RESERVED_NAMES, TENSOR_DTYPE
+from hsx_dist.format.description import TENSOR_DTYPE
+from hsx_dist.format.segment_info import ATTACHMENT_DTYPE, RESERVED_NAMES
 from hsx_dist.observe.console import say
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading import Sample, open_run

@@ -8,8 +8,8 @@ from dataclasses import replace
 from hsx_dist.errors import FormatError
 from hsx_dist.format.container_read import Part
 from hsx_dist.format.container_write import EncodedPart, EncodedSegment, SegmentEncoder, build_part
-from hsx_dist.format.description import SegmentInfo
 from hsx_dist.format.header import build_header
+from hsx_dist.format.segment_info import SegmentInfo
 from hsx_dist.store.base import Buffer, ObjectInfo
 
 __all__ = ["EncodedPart", "EncodedSegment", "Part", "SegmentEncoder", "SegmentInfo", "build_part", "with_expires"]

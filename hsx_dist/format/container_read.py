@@ -13,11 +13,12 @@ from hsx_dist.errors import ConfigError, FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.codecs import Codec, codec_for
 from hsx_dist.format.codecs.base import check_expansion, raw_array
-from hsx_dist.format.description import ATTACHMENT_DTYPE, MAX_HEADER_BYTES, SegmentInfo
+from hsx_dist.format.description import MAX_HEADER_BYTES
 from hsx_dist.format.header import parse_header
 from hsx_dist.format.loss import Loss
 from hsx_dist.format.part_request import positions, span
 from hsx_dist.format.part_source import PartSource, fetched, located, verified
+from hsx_dist.format.segment_info import ATTACHMENT_DTYPE, SegmentInfo
 from hsx_dist.page import CARRIER
 from hsx_dist.store.base import coalesce
 

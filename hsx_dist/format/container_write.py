@@ -14,20 +14,20 @@ import numpy as np
 from hsx_dist.format.checksum import crc32c, crc32c_hex, crc32c_join
 from hsx_dist.format.codecs import Codec, NoneCodec, codec_for
 from hsx_dist.format.codecs.base import Allocate, allocate, encode_into, flat
-from hsx_dist.format.description import (
+from hsx_dist.format.description import Description
+from hsx_dist.format.header import build_header
+from hsx_dist.format.loss import Squares, combine, measure
+from hsx_dist.format.segment_info import (
     ATTACHMENT_DTYPE,
     ATTACHMENT_NAME,
     MAX_ATTACHED_BYTES,
     MAX_CHUNK_BYTES,
     RESERVED_NAMES,
     Attachment,
-    Description,
     SegmentInfo,
     column_error,
     stored_meta,
 )
-from hsx_dist.format.header import build_header
-from hsx_dist.format.loss import Squares, combine, measure
 from hsx_dist.lazy import cached_property
 from hsx_dist.page import CARRIER, Page, Segment
 from hsx_dist.store.base import Buffer

@@ -27,7 +27,7 @@ import numpy as np
 
 from hsx_dist.format.container_read import Part
 from hsx_dist.format.container_write import EncodedSegment
-from hsx_dist.format.description import stored_meta
+from hsx_dist.format.segment_info import stored_meta
 
 #: The member of ``meta`` that holds both hashes: ``{"request", "tokens"}``.
 IDENTITY = "identity"

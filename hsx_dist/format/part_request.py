@@ -8,7 +8,7 @@ from operator import index
 from typing import Any
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.format.description import SegmentInfo
+from hsx_dist.format.segment_info import SegmentInfo
 
 
 def span(tokens: Any) -> tuple[int, int]:

@@ -21,7 +21,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hsx_dist.errors import FormatError, NotFound, RunError, RunStalled
-from hsx_dist.format.description import MAX_HIDDEN_SIZE
 from hsx_dist.format.json_objects import (
     MemberCheck,
     anything,
@@ -38,6 +37,7 @@ from hsx_dist.format.json_objects import (
 )
 from hsx_dist.format.markers import OBJECTS_OF_A_RUN
 from hsx_dist.format.own_objects import has_evidence, is_evidence, run_objects
+from hsx_dist.format.segment_info import MAX_HIDDEN_SIZE
 from hsx_dist.store import Store
 from hsx_dist.store.prefix import PrefixStore
 

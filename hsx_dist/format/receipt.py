@@ -16,9 +16,9 @@ import numpy as np
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.format.description import MAX_COLUMNS, MAX_TOKENS
 from hsx_dist.format.json_objects import check_containers, parse_json, shown
 from hsx_dist.format.names import LARGEST_NUMBER, WRITER, parse_part_name
+from hsx_dist.format.segment_info import MAX_COLUMNS, MAX_TOKENS
 from hsx_dist.format.segments import SegmentProof, SegmentTable
 from hsx_dist.text import bounded
 

@@ -26,7 +26,7 @@ from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.codecs import ZstdCodec
 from hsx_dist.format.codecs.base import EXPANSION_VARIABLE, check_expansion
 from hsx_dist.format.container import Part
-from hsx_dist.format.description import Description, SegmentInfo
+from hsx_dist.format.description import Description
 from hsx_dist.format.header import build_header
 from hsx_dist.format.json_objects import MAX_JSON_BYTES, MAX_JSON_VALUES, dump_json, read_json
 from hsx_dist.format.manifest import Manifest
@@ -42,6 +42,7 @@ from hsx_dist.format.runs import (
     take_attempt,
     write_complete,
 )
+from hsx_dist.format.segment_info import SegmentInfo
 from hsx_dist.format.segments import exact_sum
 from hsx_dist.page import Segment
 from hsx_dist.reading import load_hidden_states, open_run

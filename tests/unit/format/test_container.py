@@ -23,8 +23,9 @@ from hsx_dist.errors import ConfigError, FormatError, IntegrityError, NotFound, 
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.codecs import CODECS, Codec, Fp8TokenCodec, NoneCodec, SplitCodec, ZstdCodec
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, SegmentEncoder, build_part
-from hsx_dist.format.description import Description, SegmentInfo
+from hsx_dist.format.description import Description
 from hsx_dist.format.header import build_header
+from hsx_dist.format.segment_info import SegmentInfo
 from hsx_dist.page import FLOATS, Page, Segment
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
