@@ -29,6 +29,8 @@ _LOST = "lost"
 _PAGE = 1000
 #: Maximum seconds between a driver's last heartbeat and its complete manifest.
 _COMPLETING_S = 30.0
+#: Changes of a position that are kept one by one, in addition to one for each of its entries.
+_FEW_CHANGES = 1000
 
 
 def has_position(store: Store, position: Mapping[str, Any]) -> bool:
@@ -65,6 +67,66 @@ def _writers(position: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     return ((name, at) for name, at in position.items() if name != _LOST)
 
 
+class _Done:
+    """What the consumer has finished: of each writer, the first receipt that it has not, and the done samples of that.
+
+    Changes are a log that replaces no entry, so that a mark is the log and its length.
+    """
+
+    def __init__(self, position: Mapping[str, Any]):
+        self._base: dict[_Writer, tuple[int, tuple[str, ...]]] = {}
+        for name, (seq, keys) in _writers(position):
+            attempt, _, writer = name.partition("/")
+            self._base[int(attempt), writer] = (seq, tuple(keys))
+        self._first = {writer: seq for writer, (seq, _) in self._base.items()}
+        # Writer, its first receipt that is not finished, and the key of a sample in it that is done.
+        self._log: list[tuple[_Writer, int, str | None]] = []
+        self._most = self._size()
+
+    @property
+    def keys(self) -> Iterator[str]:
+        return (key for _, keys in self._base.values() for key in keys)
+
+    def first(self, writer: _Writer) -> int:
+        """The first receipt of ``writer`` that is not finished; 0 if none is known."""
+        return self._first.get(writer, 0)
+
+    def add(self, writer: _Writer, seq: int, key: str | None = None) -> None:
+        """Record that ``seq`` is the first receipt that is not finished, and its sample ``key`` is done."""
+        if len(self._log) >= self._most:  # as many changes as entries: on average an entry is copied once a change
+            self._base, self._log = _replay(self._base, self._log, len(self._log)), []
+            self._most = self._size()
+        self._first[writer] = seq
+        self._log.append((writer, seq, key))
+
+    def mark(self) -> Callable[[], dict[str, Any]]:
+        base, log, n = self._base, self._log, len(self._log)
+
+        def position() -> dict[str, Any]:
+            found = _replay(base, log, n)
+            return {f"{attempt}/{writer}": [seq, sorted(keys)] for (attempt, writer), (seq, keys) in found.items()}
+
+        return position
+
+    def _size(self) -> int:
+        return _FEW_CHANGES + len(self._base) + sum(1 for _ in self.keys)
+
+
+def _replay(
+    base: Mapping[_Writer, tuple[int, tuple[str, ...]]], log: list[tuple[_Writer, int, str | None]], n: int
+) -> dict[_Writer, tuple[int, tuple[str, ...]]]:
+    """``base`` after the first ``n`` changes of ``log``."""
+    found = {writer: (seq, dict.fromkeys(keys)) for writer, (seq, keys) in base.items()}
+    for writer, seq, key in islice(log, n):
+        before, keys = found.get(writer, (0, dict[str, None]()))
+        if key is None or before != seq:
+            keys = {}
+        if key is not None:
+            keys[key] = None
+        found[writer] = (seq, keys)
+    return {writer: (seq, tuple(keys)) for writer, (seq, keys) in found.items()}
+
+
 class Follower:
     """Yields each sample of a run once, as soon as it is proven, and ends when the run is complete.
 
@@ -99,13 +161,9 @@ class Follower:
         self._manifest = Manifest()
         # Key of each yielded sample → the receipt that completed it; ``None`` if it was yielded before a resume.
         self._came: dict[str, tuple[_Writer, int] | None] = {}
+        self._done = _Done(state or {})
+        self._came.update(dict.fromkeys(self._done.keys))
         # Keys are only added to the dicts below, so that a ``mark`` is their lengths.
-        # Per writer: the first receipt that the consumer has not finished, and which of its samples are done.
-        self._done: dict[_Writer, tuple[int, dict[str, None]]] = {}
-        for name, (seq, keys) in _writers(state or {}):
-            attempt, _, writer = name.partition("/")
-            self._done[int(attempt), writer] = (seq, dict.fromkeys(keys))
-            self._came.update(dict.fromkeys(keys))
         # Samples whose part was missing: key → its record at that time, None after a resume.
         self._lost: dict[str, SampleRecord | None] = dict.fromkeys((state or {}).get(_LOST, ()))
         self._given: dict[str, None] = {}  # those of them that the consumer has now
@@ -125,14 +183,12 @@ class Follower:
         return self.mark()()
 
     def mark(self) -> Mark:
-        """Mark the present ``position``. Cheap, because a position for each sample would sort its receipt's keys."""
-        done = [(f"{a}/{w}", seq, keys, len(keys)) for (a, w), (seq, keys) in self._done.items()]
-        lost, given = len(self._lost), len(self._given)
+        """Mark the present ``position``. Takes constant time, because each item of a data set has a mark."""
+        done, lost, given = self._done.mark(), len(self._lost), len(self._given)
 
         def position() -> dict[str, Any]:
-            found: dict[str, Any] = {name: [seq, sorted(islice(keys, n))] for name, seq, keys, n in done}
             left = sorted(set(islice(self._lost, lost)).difference(islice(self._given, given)))
-            return found | ({_LOST: left} if left else {})
+            return done() | ({_LOST: left} if left else {})
 
         return position
 
@@ -152,12 +208,8 @@ class Follower:
         assert here is not None, "a sample that was done before the resume is not yielded again"
         while self._open and self._open[0] != here:
             writer, seq = self._open.popleft()
-            self._done[writer] = (seq + 1, {})
-        writer, number = here
-        seq, keys = self._done.get(writer, (0, {}))
-        keys = keys if seq == number else {}
-        keys[key] = None
-        self._done[writer] = (number, keys)
+            self._done.add(writer, seq + 1)
+        self._done.add(*here, key)
 
     def lost(self, record: SampleRecord) -> None:
         """Record a sample that the consumer could not read, since its part is missing. Call it in place of ``done``."""
@@ -222,8 +274,8 @@ class Follower:
         # Void the lost parts first: their samples are then completed by the attempt that computed them again.
         self._manifest.declare_void([part for receipt in found for part in receipt.void])
         # Take finished receipts first. A sample in several segments that was done is then known, in any order.
-        old = [r for r in found if r.seq < self._done.get((r.attempt, r.writer), (0,))[0]]
-        new = [r for r in found if r.seq >= self._done.get((r.attempt, r.writer), (0,))[0]]
+        old = [r for r in found if r.seq < self._done.first((r.attempt, r.writer))]
+        new = [r for r in found if r.seq >= self._done.first((r.attempt, r.writer))]
         for receipt in old:
             self._take(receipt)
         for receipt in new:
@@ -245,7 +297,7 @@ class Follower:
         writer = (receipt.attempt, receipt.writer)
         self._next[writer] = max(self._next.get(writer, 1), receipt.seq + 1)
         self._manifest.add(receipt)
-        if receipt.seq >= self._done.get(writer, (0,))[0]:
+        if receipt.seq >= self._done.first(writer):
             self._open.append((writer, receipt.seq))
         here, arrived = (writer, receipt.seq), []
         for key in dict.fromkeys(receipt.table.keys()):
