@@ -31,7 +31,6 @@ from hsx_dist.format.segment_info import (
     segment_info,
     segment_row,
     stored_meta,
-    typed,
     typed_member,
 )
 from hsx_dist.lazy import cached_property
@@ -154,7 +153,6 @@ class Description:
         left, tensors = len(text), 0
         for i, item in enumerate(items):
             try:
-                item = typed(item, dict, "a segment")
                 left -= len(common) + len(item)
                 record = common | item if left >= 0 else item
                 left -= count_numbers(record, left)

@@ -9,19 +9,25 @@ from functools import partial
 from typing import Any
 
 from hsx_dist.errors import FormatError
-from hsx_dist.format.json_objects import check_containers, check_depth, json_decoder, json_errors, parse_json
+from hsx_dist.format.json_objects import check_depth, json_decoder, json_errors, parse_json
+from hsx_dist.format.segment_info import SEGMENT_MEMBERS
 
 #: The most lists and objects in one member, or in one segment. 64 KiB of metadata have at most 32,768.
 MOST_CONTAINERS = 100_000
-#: The most members of a description. Readers know six, and ignore others.
+#: The most members of a description. Readers know five, and skip others.
 MOST_MEMBERS = 1_000
-#: Characters that cannot hold as many.
-_UNCHECKED = 1 << 16
-#: Characters that are decoded first. Most segments are shorter, and a longer copy for each of them would take seconds.
-_WINDOW = 1 << 10
+#: Characters that are decoded at once. Most segments are shorter, and a longer copy for each of them takes seconds.
+_WINDOW = 1 << 11
 _SPACE = re.compile(r"[ \t\n\r]*")
+#: Repetitions are possessive (``*+``): for others ``re`` keeps 110 bytes each.
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_TO_BRACKET = re.compile(rf'[^"\[\]{{}}]*+(?:{_STRING.pattern}[^"\[\]{{}}]*+)*+([\[\]{{}}])', re.DOTALL)
+_DECODE = json_decoder(floats=True).raw_decode
 
-_Decode = Callable[..., tuple[Any, int]]
+#: Reads the value at a place. Returns the value and the place after it.
+_Read = Callable[[str, int], tuple[Any, int]]
+#: The whole segment is checked before its members are decoded.
+_OF_SEGMENT: Mapping[str, _Read] = dict.fromkeys(SEGMENT_MEMBERS, _DECODE)
 
 
 class StoredMeta(Mapping[str, Any]):
@@ -52,39 +58,59 @@ def _compact(value: Any) -> str:
 
 
 def parse_description(text: str, num_tensors: int | None = None) -> dict[str, Any]:
-    """The JSON object in ``text``. In each of its ``segments``, ``meta`` is a ``StoredMeta``.
+    """The members of the JSON object in ``text`` that readers know. In each of its ``segments``, ``meta`` is a
+    ``StoredMeta``. Other members are skipped and not decoded.
 
     ``num_tensors``: tensors in the header's table. Each segment has at least one.
 
     Raises:
         FormatError: it is not an object as ``parse_json`` accepts, or has too many members or segments, or too many or
-            too deep lists and objects.
+            too deep lists and objects. Lists and objects that are skipped may have other errors.
     """
+    known: dict[str, _Read] = dict.fromkeys(("codec", "about", "schema"), _checked)
+    known |= {"common": _common, "segments": partial(_segments, num_tensors=num_tensors)}
     with json_errors():
-        decode: _Decode = json_decoder(floats=True).raw_decode
-        if text.count("[") + text.count("{") > MOST_CONTAINERS:
-            decode = partial(_decode_checked, decode)
-        body: dict[str, Any] = {}
-        at = _after(text, 0, "{")
-        more = text[at : at + 1] != "}"
-        while more:
-            name, at = decode(text, at) if text[at : at + 1] == '"' else (None, at)
-            if name is None or name in body:
-                raise FormatError(f"expected JSON with each name once, got {str(name)[:40]!a} at character {at}")
-            if len(body) == MOST_MEMBERS:
-                raise FormatError(f"expected at most {MOST_MEMBERS} members, got more")
-            at = _after(text, at, ":")
-            if name == "segments" and text[at : at + 1] == "[":
-                body[name], at = _segments(text, at, decode, num_tensors)
-            else:
-                body[name], at = decode(text, at)
-            at, more = _next(text, at, "}")
-        if _after(text, at, "}") != len(text):
+        body, at = _object(text, 0, known)
+        if _skip(text, at) != len(text):
             raise FormatError(f"expected one JSON object, got more after {at} characters")
     return body
 
 
-def _segments(text: str, at: int, decode: _Decode, num_tensors: int | None) -> tuple[list[Any], int]:
+def _object(text: str, at: int, known: Mapping[str, _Read]) -> tuple[dict[str, Any], int]:
+    """The members of the object at ``at`` that are in ``known``, and the place after the object."""
+    body: dict[str, Any] = {}
+    count = 0
+    at = _after(text, at, "{")
+    more = text[at : at + 1] != "}"
+    while more:
+        name, at = _DECODE(text, at) if text[at : at + 1] == '"' else (None, at)
+        if name is None or name in body:
+            raise FormatError(f"expected JSON with each name once, got {str(name)[:40]!a} at character {at}")
+        count += 1
+        if count > MOST_MEMBERS:
+            raise FormatError(f"expected at most {MOST_MEMBERS} members, got more")
+        at = _after(text, at, ":")
+        if name in known:
+            body[name], at = known[name](text, at)
+        else:
+            at = _end(text, at)
+        at, more = _next(text, at, "}")
+    return body, at + 1
+
+
+def _checked(text: str, at: int) -> tuple[Any, int]:
+    """The value at ``at``, and the place after the value. Counts its lists and objects before they are allocated."""
+    if text[at : at + 1] in ("[", "{"):
+        _end(text, at)
+    return _DECODE(text, at)
+
+
+def _common(text: str, at: int) -> tuple[dict[str, Any], int]:
+    _end(text, at)
+    return _object(text, at, _OF_SEGMENT)
+
+
+def _segments(text: str, at: int, num_tensors: int | None) -> tuple[list[Any], int]:
     """The segments in the list at ``at``, and the place after the list."""
     found: list[Any] = []
     at = _after(text, at, "[")
@@ -92,8 +118,8 @@ def _segments(text: str, at: int, decode: _Decode, num_tensors: int | None) -> t
     while more:
         if len(found) == num_tensors:  # before the others are parsed: millions take seconds
             raise FormatError(f"segments: expected {num_tensors} tensors, as in the header, got more segments")
-        item, at = decode(text, at)
-        if isinstance(item, dict) and isinstance(item.get("meta"), dict):
+        item, at = _segment(text, at)
+        if isinstance(item.get("meta"), dict):
             check_depth(item["meta"], "the description: meta")
             item["meta"] = StoredMeta(item["meta"])
         found.append(item)
@@ -101,24 +127,40 @@ def _segments(text: str, at: int, decode: _Decode, num_tensors: int | None) -> t
     return found, at + 1
 
 
-def _decode_checked(decode: _Decode, text: str, at: int) -> tuple[Any, int]:
-    """The value at ``at``, and the place after the value. Counts its lists and objects before they are allocated."""
+def _segment(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """The members of the segment at ``at`` that readers know, and the place after the segment."""
+    try:
+        item, size = _DECODE(text[at : at + _WINDOW])
+    except ValueError:  # longer, or no JSON
+        _end(text, at)
+        return _object(text, at, _OF_SEGMENT)
+    if not isinstance(item, dict):
+        raise FormatError(f"segments: expected JSON objects, got {text[at : at + 40]!a} at character {at}")
+    if not item.keys() <= SEGMENT_MEMBERS:
+        item = {name: value for name, value in item.items() if name in SEGMENT_MEMBERS}
+    return item, at + size
+
+
+def _end(text: str, at: int) -> int:
+    """The place after the value at ``at``, which is not decoded. Counts its lists and objects."""
     if text[at : at + 1] not in ("[", "{"):
-        return decode(text, at)
-    window = _WINDOW
-    while window < len(text) - at:
-        begin = text[at : at + window]
-        if window > _UNCHECKED:
-            check_containers(begin.encode("utf-8", "surrogatepass"), MOST_CONTAINERS, "the description")
-        try:
-            value, size = decode(begin)
-        except ValueError:  # longer, or no JSON
-            window *= 4
+        string = _STRING.match(text, at)
+        return string.end() if string else _DECODE(text, at)[1]
+    found = depth = 0
+    while (token := _TO_BRACKET.match(text, at)) is not None:
+        at = token.end()
+        if token[1] in "[{":
+            found, depth = found + 1, depth + 1
+            if found > MOST_CONTAINERS:
+                raise FormatError(
+                    f"the description: expected at most {MOST_CONTAINERS} lists and objects, got more. It was not "
+                    "written by hsx_dist, or is damaged"
+                )
         else:
-            return value, at + size
-    if window > _UNCHECKED:
-        check_containers(text[at:].encode("utf-8", "surrogatepass"), MOST_CONTAINERS, "the description")
-    return decode(text, at)
+            depth -= 1
+            if not depth:
+                return at
+    raise FormatError(f"expected JSON, got a list or an object without end before character {len(text)}")
 
 
 def _after(text: str, at: int, mark: str) -> int:

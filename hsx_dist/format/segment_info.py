@@ -40,6 +40,10 @@ _POINT = re.compile(r"[a-z][a-z0-9_]{0,63}")
 SHARED = ("dtype", "hidden_size", "layer_ids", "chunk_tokens", "index", "start")
 #: Additional members of a segment in a part with ``FORMAT_OF_POINTS``.
 OF_POINTS = ("point", "column", "columns", "shard", "shards", "head")
+#: All members of a segment that readers know.
+SEGMENT_MEMBERS = frozenset(
+    {*SHARED, *OF_POINTS, "key", "stop", "total", "crcs", "token_crc", "sizes", "loss", "attached", "meta"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,10 +279,7 @@ def _int(d: Mapping[str, Any], name: str, least: int, most: int) -> int:
 
 
 def typed_member(d: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
-    return typed(d.get(name), kind, name)
-
-
-def typed(value: Any, kind: type[Any], name: str) -> Any:
+    value = d.get(name)
     if not isinstance(value, kind):
         raise FormatError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
     return value
