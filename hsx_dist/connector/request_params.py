@@ -22,6 +22,7 @@ from uuid import uuid4
 import numpy as np
 
 from hsx_dist.format.markers import OBJECT, RESERVED, folded, is_of_a_key, is_of_a_run
+from hsx_dist.format.names import MAX_KEY
 from hsx_dist.json_limits import json_text
 from hsx_dist.page import HIDDEN_STATES, object_name, sample_key
 from hsx_dist.store.folder_listing import UNFINISHED
@@ -43,8 +44,6 @@ MAX_METADATA_BYTES = 64 << 10
 #: More than the 64 levels that each field of a job's row may have, so that a row that a driver accepts is accepted
 #: here.
 MAX_METADATA_DEPTH = 72
-#: Characters of a key or a path.
-MAX_KEY = 1024
 #: A file name may have 255 bytes, and the names of an object's markers are longer than its own.
 MAX_COMPONENT_BYTES = 240
 #: Names in a path, including folders. Folders are made within a step and are not removed.

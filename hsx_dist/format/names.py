@@ -11,6 +11,8 @@ __all__ = [
     "ATTEMPT_DIGITS",
     "CHECK",
     "LARGEST_NUMBER",
+    "MAX_KEY",
+    "MAX_LABEL",
     "WRITER",
     "attempt_name",
     "closed_name",
@@ -24,6 +26,10 @@ __all__ = [
     "statistics_name",
 ]
 
+#: Characters of a sample's key. It is in every receipt, header and log line of the sample.
+MAX_KEY = 1024
+#: Characters of an input file's label. A file name has at most 1,024 bytes, and an invalid byte takes six characters.
+MAX_LABEL = 8192
 #: The largest attempt, and the largest receipt number of a writer: nine digits.
 LARGEST_NUMBER = 999_999_999
 #: Names of writers.

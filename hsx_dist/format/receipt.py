@@ -17,7 +17,7 @@ import numpy as np
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.json_objects import check_containers, parse_json, shown
-from hsx_dist.format.names import LARGEST_NUMBER, WRITER, parse_part_name
+from hsx_dist.format.names import LARGEST_NUMBER, MAX_KEY, MAX_LABEL, WRITER, parse_part_name
 from hsx_dist.format.segment_info import MAX_COLUMNS, MAX_TOKENS
 from hsx_dist.format.segments import SegmentProof, SegmentTable
 from hsx_dist.text import bounded
@@ -39,6 +39,8 @@ _HEX8, _HEX = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]*")
 #: exactly.
 MAX_PART_BYTES = 1 << 50
 _LARGEST_ROW = 2**62
+#: A refused row without an id has the label of its file as key, and the row's number behind it.
+MAX_ROW_KEY = MAX_LABEL + 32
 _PART = re.compile(r"[!-~]{1,1024}")
 #: A row of a receipt, which is a list, takes at least 25 bytes. A receipt has few other lists and objects.
 _FEW, _BYTES_OF_A_ROW = 64, 16
@@ -240,6 +242,8 @@ def _segments(rows: Any, width: int, contents: Any) -> SegmentTable:
             raise ValueError(f"segments: expected at most {MAX_PART_BYTES} bytes in all, got {sum(column)}")
     if set(map(type, key)) != {str} or not all(key):
         raise ValueError("segments: expected keys, got an empty string or another type")
+    if (longest := max(map(len, key))) > MAX_KEY:
+        raise ValueError(f"segments: expected keys of at most {MAX_KEY} characters, got one of {longest}")
     if not _are_hashes(token_hash):
         raise ValueError("segments: expected token hashes of 16 hex digits, got another value")
     if not _are_hashes(tuple(h for h in sample_hash if h != "")):
@@ -288,10 +292,12 @@ def _fate(row: Any) -> RowFate:
     key, number, fate, reason, tries, content = row
     if fate not in get_args(Fate):
         raise ValueError(f"rows: expected one of {get_args(Fate)}, got {shown(fate)}")
+    if len(_text(key, "rows: key")) > MAX_ROW_KEY:
+        raise ValueError(f"rows: expected keys of at most {MAX_ROW_KEY} characters, got one of {len(key)}")
     if number is not None:
         _count(number, "rows: row", _LARGEST_ROW)
     return RowFate(
-        _text(key, "rows: key"),
+        key,
         number,
         fate,
         _text(reason, "rows: reason"),

@@ -16,6 +16,7 @@ from fsspec.utils import glob_translate
 
 from hsx_dist.config import InputConfig, public_url
 from hsx_dist.errors import ConfigError
+from hsx_dist.format.names import MAX_LABEL
 from hsx_dist.inputs.sources import (
     ARCHIVES,
     COMPRESSED,
@@ -123,6 +124,11 @@ def _find(config: InputConfig, shown: str) -> Input:
         )
     # As in the keys of refused rows, where invalid bytes of a name are escaped.
     labels = Counter(s.label.encode("utf-8", "backslashreplace").decode() for s in sources)
+    if (longest := max(map(len, labels))) > MAX_LABEL:
+        raise ConfigError(
+            f"input.path: expected file names of at most {MAX_LABEL} characters at {shown}, got one of {longest}. "
+            "Rename the file"
+        )
     if twice := sorted(label for label, count in labels.items() if count > 1):
         raise ConfigError(
             f"input.path: expected files of different names, got several {twice[0]!r} at {shown}, whose rows would "

@@ -11,6 +11,7 @@ from typing import Any
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError, InputError
 from hsx_dist.format.manifest import RowFate
+from hsx_dist.format.names import MAX_KEY
 from hsx_dist.inputs.content import CONTENT_CHECKS, as_messages, as_tools, json_metadata, mask_of
 from hsx_dist.inputs.listing import find_input
 from hsx_dist.inputs.reader import read_in_child
@@ -19,8 +20,6 @@ from hsx_dist.inputs.row_cost import cost_of_json, most_cost
 from hsx_dist.inputs.row_values import is_unicode, kind_of, row_json, shown
 from hsx_dist.inputs.tables import Unreadable
 
-#: A key is in every receipt, header and log line of its sample.
-_MAX_KEY = 1024
 #: Refused rows that an input may have, and how many more for each usable row. Each takes about 500 bytes of the driver.
 _FREE_REFUSED, _REFUSED_A_ROW = 1_000_000, 10
 
@@ -266,11 +265,11 @@ class _RowCheck:
             name, value = "the key of a row without an id", self._default_key(number)
         if isinstance(value, bool) or not isinstance(value, (str, int)):
             raise InputError(f"{name}: expected a string or an integer, got {kind_of(value)}")
-        if isinstance(value, int) and value.bit_length() > _MAX_KEY:
-            raise InputError(f"{name}: expected an integer of at most {_MAX_KEY} bits, got {shown(value)}")
+        if isinstance(value, int) and value.bit_length() > MAX_KEY:
+            raise InputError(f"{name}: expected an integer of at most {MAX_KEY} bits, got {shown(value)}")
         key = str(value)
-        if not key or len(key) > _MAX_KEY:
-            raise InputError(f"{name}: expected 1 to {_MAX_KEY} characters, got {len(key)}")
+        if not key or len(key) > MAX_KEY:
+            raise InputError(f"{name}: expected 1 to {MAX_KEY} characters, got {len(key)}")
         if not is_unicode(key):
             raise InputError(f"{name}: expected valid Unicode, got half of a surrogate pair. Use another id")
         stem, _, digits = key.rpartition("#")

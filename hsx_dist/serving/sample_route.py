@@ -13,8 +13,8 @@ from urllib.parse import unquote_to_bytes
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from hsx_dist.connector.request_params import MAX_KEY
 from hsx_dist.errors import HsxError
+from hsx_dist.format.names import MAX_KEY
 from hsx_dist.serving.asgi_calls import timely, while_connected
 from hsx_dist.serving.refusals import Refusal, bad_request, refusal_of
 from hsx_dist.serving.sample_source import SampleSource

@@ -93,7 +93,7 @@ def test_long_keys_and_reasons_of_rows_are_shown_shortened(tmp_path: Path, capsy
     name = receipt_name(1, "w", 1)
     body = json.loads(store.get(name))["receipt"]
     body["rows"] = [
-        [key, 1, fate, "\u202e" * 20_000, 1, ""] for key, fate in (("b", "failed"), ("c" * 20_000, "refused"))
+        [key, 1, fate, "\u202e" * 20_000, 1, ""] for key, fate in (("b", "failed"), ("c" * 8_000, "refused"))
     ]
     store.put(name, [sealed(body)])
     store.delete("attempts/0001.complete.json")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.format.names import part_name
-from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
+from hsx_dist.format.names import MAX_KEY, part_name
+from hsx_dist.format.receipt import MAX_ROW_KEY, Receipt, RowFate, SegmentProof
 from hsx_dist.page import Segment, token_hash
 from tests.soak.claim_kinds import sealed
 
@@ -236,6 +236,23 @@ def test_receipts_with_impossible_values_are_refused(change: dict[str, object]) 
     body = json.loads(_example().to_json())["receipt"]
     with pytest.raises(FormatError, match="here"):
         Receipt.from_json(_sealed(body | change), "here")
+
+
+def test_keys_have_a_limit() -> None:
+    """Writers have the same limits. A key is in log lines and errors of its sample."""
+    body = json.loads(_example().to_json())["receipt"]
+    (segment, *_), (row, *_) = body["segments"], body["rows"]
+
+    def read(key: int, row_key: int) -> Receipt:
+        segments = [["\u00e9" * key, *segment[1:5], 0, *segment[6:]]]
+        return Receipt.from_json(
+            _sealed(body | {"segments": segments, "rows": [["r" * row_key, *row[1:]]]} | {"contents": [""]})
+        )
+
+    assert len(read(MAX_KEY, MAX_ROW_KEY).segments[0].segment.key) == MAX_KEY == 1024
+    for keys in ((MAX_KEY + 1, 1), (1, MAX_ROW_KEY + 1)):
+        with pytest.raises(FormatError, match="expected keys of at most"):
+            read(*keys)
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"nonsense", b"\xff\xfe", b"[]", b"9" * 5000, b"{}"])

@@ -96,6 +96,14 @@ def test_files_whose_rows_would_share_keys_are_refused(tmp_path: Path) -> None:
     assert keys(tmp_path / "*.txt") == ["a:00000000"]
 
 
+def test_a_file_whose_name_is_too_long_for_a_key_is_refused(tmp_path: Path) -> None:
+    """Names in a ZIP file have up to 65,535 bytes. A receipt with such a key could not be read."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as z:
+        z.writestr("x" * 8193 + ".jsonl", "no JSON\n")
+    with pytest.raises(ConfigError, match="expected file names of at most 8192 characters"):
+        read(f"zip://*.jsonl::{tmp_path}/a.zip")
+
+
 def test_files_whose_refused_rows_would_share_keys_are_refused(tmp_path: Path) -> None:
     """In keys, an invalid byte of a name is escaped. Another name may be equal to the escaped one."""
     (tmp_path / os.fsdecode(b"\xff.jsonl")).write_text("no JSON\n")
