@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, islice
+from itertools import chain, compress, islice
 from types import MappingProxyType
 from typing import Any
 
@@ -99,6 +99,8 @@ class Manifest:
         self._void: set[str] = set()  # parts that prove nothing any more
         self._dirty: dict[str, None] = {}  # keys whose proofs or fate changed since ``_settle`` last handled them
         self._copies: dict[str, Copies] = {}  # keys that were looked up one by one, and may get more segments
+        # Keys that lost parts: how many of their places were looked at, and those of them that were not lost.
+        self._kept: dict[str, tuple[int, list[int]]] = {}
         for receipt in receipts:
             self.add(receipt)
 
@@ -312,11 +314,20 @@ class Manifest:
 
     def _choose(self, key: str) -> Copies | None:
         places = self._many[key]
-        copies = self._copies.pop(key, None) or Copies(self._name, self._end)
-        for place in islice(places, copies.added, None):
+        copies = self._copies.pop(key, None)
+        again: list[int] = []
+        fresh = copies is None
+        if copies is None:
+            copies = Copies(self._name, self._end)
+            copies.added, again = self._kept.pop(key, (0, again))
+        kept = list[int]()
+        for place in chain(again, islice(places, copies.added, None)):
             part, _, (index, start, _, total, _, _, _, column, columns), (_, sample_hash, _) = self.at(place)
             if part not in self._void:
+                kept.append(place)
                 copies.add(place, self._receipt(place).attempt, (total, columns, sample_hash), column, index, start)
+        if fresh and len(kept) < len(places):
+            self._kept[key] = len(places), kept
         copies.added = len(places)
         was_whole = self._chosen.pop(key, None) is not None
         self._disputed.pop(key, None)
