@@ -106,6 +106,9 @@ class SimulatedFleet:
         self.seconds += time.process_time() - began
         return events
 
+    def waits_for(self) -> str:
+        return "nothing"
+
     def flush(
         self,
         timeout: float | None = None,  # noqa: ARG002

@@ -82,6 +82,10 @@ class Fleet(Protocol):
         """Return the events since the last call. Waits up to ``timeout`` seconds for the first one."""
         ...
 
+    def waits_for(self) -> str:
+        """Return why no replica is ready, for the user."""
+        ...
+
     def flush(self, timeout: float | None = None, *, hurry: Callable[[], bool] | None = None) -> list[FleetEvent]:
         """Block until everything that replicas have shipped is durable. Returns the events until then.
 

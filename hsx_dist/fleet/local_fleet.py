@@ -52,6 +52,9 @@ class LocalFleet:
         numbers = self._increments.counters()
         return [*events, Counted(numbers)] if numbers else events
 
+    def waits_for(self) -> str:
+        return "the engine loads"
+
     def flush(
         self,
         timeout: float | None = None,  # noqa: ARG002 - a flush in this process has no limit

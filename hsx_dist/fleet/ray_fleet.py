@@ -295,8 +295,22 @@ class RayFleet:
         return self._without_writers()
 
     def _without_writers(self) -> list[FleetEvent]:
-        """Return the event that ends the job if all writers are gone, and some could not open the run's store."""
-        return [Lost((), self._unusable, fatal=True)] if self._unusable and not self.writers.handles else []
+        """Return the event that ends the job if no writer takes pages, and some could not open the run's store.
+
+        Before the first replica is ready, writers that start are waited for: nothing is lost meanwhile."""
+        ready = any(replica.phase is ReplicaPhase.READY for replica in self.replicas.values())
+        usable = self.writers.listed if ready else self.writers.handles
+        return [Lost((), self._unusable, fatal=True)] if self._unusable and not usable else []
+
+    def waits_for(self) -> str:
+        reasons = []
+        if not self._ever_ready:
+            reasons.append("engines load, or wait for the cluster's resources (see Ray's dashboard)")
+        if not self.writers.listed:
+            reasons.append("writers start, or wait for free CPUs")
+            if self._unusable:
+                reasons.append(f"a writer is not used: {self._unusable}")
+        return "; ".join(reasons) or "engines are replaced"
 
     def _started(self, number: int, ref: Any) -> list[FleetEvent]:
         try:

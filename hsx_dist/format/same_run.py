@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from hsx_dist.errors import RunMismatch
 from hsx_dist.format.runs import read_attempt
 from hsx_dist.store import Store
@@ -23,7 +21,6 @@ def require_same_run(store: Store, attempt: int, token: str) -> None:
     """
     if not token or attempt_token(store, attempt) != token:
         raise RunMismatch(
-            f"{store.url}: expected the driver's run, with its attempt {attempt}, got another place of this name on "
-            f"node {os.uname().nodename}. Mount the driver's folder on this node, or use an object store's URL "
-            "(s3://…, gs://…)"
+            f"{store.url}: expected the driver's run, with its attempt {attempt}, got another place of this "
+            "name. Mount the driver's folder on this node, or use an object store's URL (s3://…, gs://…)"
         )

@@ -247,14 +247,13 @@ class Driver:
         now = time.monotonic()
         if 0 < self._wait_seconds < now - self._started and not self._numbers:
             raise EngineError(
-                f"expected a ready replica within wait_seconds ({self._wait_seconds:g}), got none. Look at the "
-                "autoscaler's log, ask for fewer resources, or raise wait_seconds"
+                f"expected a ready replica within wait_seconds ({self._wait_seconds:g}), got none: "
+                f"{self._fleet.waits_for()}. Look at the autoscaler's log, ask for fewer resources, or raise "
+                "wait_seconds"
             )
         if now - self._since >= WAITING_S:
-            self._since += WAITING_S
-            self._progress.say(
-                "no engine is ready yet: engines load, or wait for the cluster's resources (see Ray's dashboard)"
-            )
+            self._since = now
+            self._progress.say(f"no row runs yet: {self._fleet.waits_for()}")
 
     def _give_up(self, fate: RowFate) -> None:
         self._ledger.add(fate)

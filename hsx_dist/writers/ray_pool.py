@@ -103,7 +103,7 @@ class WriterActor:
                 require_same_run(store, spec.options.attempt, spec.token)
         except HsxError as e:
             # An event instead of an exception: an actor whose constructor raises is dead forever, without a reason.
-            self._broken = f"{type(e).__name__}: {e}"
+            self._broken = f"node {os.uname().nodename}: {type(e).__name__}: {e}"
             self._events.put(Unusable(self._broken))
         else:
             self._sink = PartSink(store, spec.options, self._events.put, self._meter)

@@ -172,3 +172,36 @@ def test_a_job_whose_only_writers_cannot_open_the_run_ends_with_their_error(flee
     fleet.poll(0)
     assert fleet.poll(0) == [Lost((), "another disk", fatal=True)]
     assert len(fleet.killed) == 2
+
+
+@pytest.fixture
+def waiting(fleet, monkeypatch):
+    """``waiting(answers)``: a fleet whose writer on ``a`` gives these answers, and whose writer on ``b`` waits."""
+
+    def make(*answers):
+        talks, waits, left = FleetActor(), FleetActor(), iter(answers)
+        talks.events.remote = lambda _: (Call([]), next(left, ()))
+        waits.events.remote = lambda _: (Call(NEVER), 1)
+        started = iter([talks, waits])
+        monkeypatch.setattr(ray_fleet, "start_writer", lambda *_, **__: next(started))
+        there = lambda refs, **_: ([r for r in refs if r[0].answers != NEVER], [])  # noqa: E731
+        monkeypatch.setattr(actor_liveness.ray, "wait", there)
+        made = RayFleet(None, lambda _: None, Shape, name="t", nodes=lambda: fleet.nodes)
+        made.start()
+        return made
+
+    return make
+
+
+def test_before_the_first_row_a_job_waits_for_a_writer_and_says_why_another_is_not_used(waiting):
+    made = waiting((Unusable("another disk"),))
+    assert made.poll(0) == []
+    assert list(made.writers.of(WriterState.STARTING).values()) == ["b"]
+    assert made.waits_for() == "writers start, or wait for free CPUs; a writer is not used: another disk"
+
+
+def test_a_job_ends_when_rows_run_and_the_only_usable_writer_waits_for_a_cpu(waiting):
+    """Without a writer, the rows would count as failed."""
+    made = waiting((), (Unusable("the mount is gone"),))
+    assert len(made.poll(0)) == 2  # both replicas are ready
+    assert made.poll(0) == [Lost((), "the mount is gone", fatal=True)]

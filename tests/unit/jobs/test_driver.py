@@ -108,6 +108,9 @@ class LossyFleet:
             found.append(event)
         return found
 
+    def waits_for(self):
+        return "a writer is not used: another disk"
+
     def flush(self, timeout=None, *, hurry=lambda: False):
         self.flushed.append(timeout)
         events = self.poll(0)
@@ -508,8 +511,17 @@ def test_a_full_store_pauses_the_run_until_consumers_have_deleted(ledger, monkey
 
 
 def test_a_cluster_that_gets_no_room_in_time_ends_the_run(ledger):
-    with pytest.raises(EngineError, match="wait_seconds"):
+    with pytest.raises(EngineError, match=r"wait_seconds .* a writer is not used: another disk\."):
         run(LossyFleet(replicas=0), rows(5), ledger, wait_seconds=0.01)
+
+
+def test_a_run_without_ready_replicas_repeats_what_it_waits_for(ledger, monkeypatch):
+    monkeypatch.setattr("hsx_dist.jobs.driver.WAITING_S", 0.001)
+    told = []
+    monkeypatch.setattr(Progress, "say", lambda _, text: told.append(text))
+    with pytest.raises(EngineError):
+        run(LossyFleet(replicas=0), rows(5), ledger, wait_seconds=0.05)
+    assert told.count("no row runs yet: a writer is not used: another disk") > 1
 
 
 def test_a_sample_counts_once_in_any_order_of_its_receipts(ledger):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def test_a_writer_stores_nothing_in_a_folder_that_is_not_the_drivers(store, tmp_
     made = WriterActor(PoolWriterSpec(str(here), {}, "auto", 1.0, {}, options(), token=token))
     [event] = [e for e in made.events(0.0) if isinstance(e, Unusable)]
     assert str(here) in event.reason
+    assert event.reason.startswith(f"node {os.uname().nodename}: ")
     answer = made.add_pages("s", [page_of("a")])
     assert answer.refused == {0: event.reason}
     assert files(here) == before
