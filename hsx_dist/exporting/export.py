@@ -29,6 +29,7 @@ from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.select import Selection
 from hsx_dist.reading.whole import require_whole
+from hsx_dist.store.output_file import writable
 
 _STATEMENT = "export.json"
 #: Endings of the files of data sets, which ``finish`` may write.
@@ -119,9 +120,9 @@ def export_run(
     Raises:
         ConfigError: no such exporter; the run lacks hidden states or layers that the trainer needs; ``dest`` has
             another export or other files of the same names, or ignores their case.
-        ConfigError: a subfolder of ``dest`` is a link.
+        ConfigError: a subfolder of ``dest`` is a link; ``dest`` cannot be written.
         RunError: the run was removed during the export.
-        FormatError, StoreError: errors of reading; OSError: errors of writing.
+        FormatError, StoreError: errors of reading.
 
     Example:
         >>> from hsx_dist.exporting import ExportOptions, export_run
@@ -140,25 +141,26 @@ def export_run(
     for place in range(min(1, len(run))):  # before ``dest`` is claimed; other samples are checked when they are read
         _check_tokens(run, place, exporter)
     firsts = range(0, len(run), exporter.per_file)
-    _check_foreign(folder, {folder / exporter.file(first) for first in firsts})
-    _claim(folder, _statement_of(run, to, exporter), run.place)
-    _check_names(folder, (exporter.file(first) for first in firsts))
-    own = {first: folder / exporter.file(first) for first in firsts[shard::shards]}
-    todo = [first for first, path in own.items() if not _is_done(path)]
-    with run.place.reading():
-        for first, items in _batches(run, exporter, options, todo, prefetch_bytes):
-            make_folder(folder, _folder_of(exporter, first))
-            _write_whole(exporter, items, own[first])
-    finished = all(_is_done(folder / exporter.file(f)) for f in firsts)
-    if finished:
-        # Trainers read every file with the suffix, also the unfinished files of killed processes.
-        for below in {"", *(_folder_of(exporter, first) for first in firsts)}:
-            remove_unfinished(folder, below)
-        if finish:
-            _finish(exporter, run, folder)
-    left_out = {first for first, path in own.items() if _left_out(path).exists()}
-    written = len(set(todo) - left_out)
-    return ExportReport(written, len(own) - len(left_out) - written, finished, len(left_out))
+    with writable(folder, "folder"):
+        _check_foreign(folder, {folder / exporter.file(first) for first in firsts})
+        _claim(folder, _statement_of(run, to, exporter), run.place)
+        _check_names(folder, (exporter.file(first) for first in firsts))
+        own = {first: folder / exporter.file(first) for first in firsts[shard::shards]}
+        todo = [first for first, path in own.items() if not _is_done(path)]
+        with run.place.reading():
+            for first, items in _batches(run, exporter, options, todo, prefetch_bytes):
+                make_folder(folder, _folder_of(exporter, first))
+                _write_whole(exporter, items, own[first])
+        finished = all(_is_done(folder / exporter.file(f)) for f in firsts)
+        if finished:
+            # Trainers read every file with the suffix, also the unfinished files of killed processes.
+            for below in {"", *(_folder_of(exporter, first) for first in firsts)}:
+                remove_unfinished(folder, below)
+            if finish:
+                _finish(exporter, run, folder)
+        left_out = {first for first, path in own.items() if _left_out(path).exists()}
+        written = len(set(todo) - left_out)
+        return ExportReport(written, len(own) - len(left_out) - written, finished, len(left_out))
 
 
 def _folder_of(exporter: Exporter, first: int) -> str:

@@ -44,7 +44,9 @@ class TorchExporter(Exporter):
         import torch
 
         [item] = items
-        torch.save({name: _compact(tensor) for name, tensor in self._tensors(item).items()}, path)
+        tensors = {name: _compact(tensor) for name, tensor in self._tensors(item).items()}
+        with path.open("wb") as f:  # given a path, torch hides the disk's error
+            torch.save(tensors, f)
 
     def _tensors(self, item: dict[str, Any]) -> dict[str, Any]:
         """Return the file's tensors by name."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -25,24 +24,35 @@ def cache_folder() -> Path:
 def smollm2(cache: Path | None = None) -> Path:
     """The folder of SmolLM2-135M-Instruct in bf16 (30 layers, hidden size 576), built on first use in seconds.
 
-    Safe when several processes call it. Raises ``ConfigError`` if the model's wheel is not available.
+    Safe when several processes call it. Raises ``ConfigError`` if the model's wheel is not available, or the
+    folder cannot be written.
     """
     cache = cache or cache_folder()
     folder = cache / _FOLDER
     if folder.is_dir():
         return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{_FOLDER}-", dir=cache))
+    try:
+        _build(folder)
+    except OSError as e:
+        raise ConfigError(
+            f"HSX_CACHE={cache}: expected a folder that can be written, got: {e.strerror or e}. Choose another folder"
+        ) from e
+    return folder
+
+
+def _build(folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{_FOLDER}-", dir=folder.parent))
     try:
         _smollm2.build(building)
         building.chmod(0o755)
-        with suppress(OSError):  # another process was faster: rename never replaces a folder that is not empty
+        try:
             building.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # another process was faster: rename never replaces a folder that is not empty
+                raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    if not folder.is_dir():
-        raise OSError(f"expected a writable folder for the model, got {folder}. Set another one with HSX_CACHE")
-    return folder
 
 
 def resolve_model(name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from hsx_dist.observe.panels import ALERTS, ROWS, Panel
-from hsx_dist.store.output_file import output_file
+from hsx_dist.store.output_file import output_file, writable
 
 
 def grafana() -> dict[str, Any]:
@@ -99,7 +99,8 @@ def prometheus_rule() -> dict[str, Any]:
 
 def write_dashboards(folder: Path) -> list[Path]:
     """Write ``hsx-grafana.json``, ``hsx-alerts.yml`` and ``hsx-prometheusrule.yaml`` into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writable(folder, "folder"):
+        folder.mkdir(parents=True, exist_ok=True)
     files = {
         "hsx-grafana.json": json.dumps(grafana(), indent=1, ensure_ascii=False) + "\n",
         "hsx-alerts.yml": yaml.safe_dump(alert_rules(), sort_keys=False, width=120, allow_unicode=True),

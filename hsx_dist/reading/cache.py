@@ -18,6 +18,7 @@ from hsx_dist.format.checksum import crc32c
 from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.base import Buffer
 from hsx_dist.store.folders import open_own, opened
+from hsx_dist.store.output_file import writable
 
 _TRAILER = 4  # bytes: the crc32c of the data before it
 #: A process checks the folder's size with this probability after each new file, and after adding this share of the
@@ -48,7 +49,8 @@ class CachedStore:
         self._folder = folder
         self._max = max_bytes
         self._added = 0
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with writable(f"cache_dir={folder}", "folder"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @property
     def url(self) -> str:

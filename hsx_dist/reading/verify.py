@@ -26,7 +26,7 @@ from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.select import key_hash
 from hsx_dist.reading.statistics import damaged_statistics
 from hsx_dist.store import Store
-from hsx_dist.store.output_file import without_link
+from hsx_dist.store.output_file import without_link, writable
 
 # All exponent bits are set: infinity or NaN.
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
@@ -251,7 +251,7 @@ class _SoundParts:
     def note(self, run_id: str, receipt: Receipt, tally: VerifyReport) -> None:
         if self._path is not None:
             counts = {n: getattr(tally, n) for n in _TALLIED}
-            with open(self._path, "a", opener=without_link) as f:
+            with writable(self._path, "file"), open(self._path, "a", opener=without_link) as f:
                 f.write(json.dumps({"run": run_id, "part": receipt.part, "crc32c": receipt.crc32c, **counts}) + "\n")
 
 

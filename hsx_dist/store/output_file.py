@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,8 +12,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hsx_dist.errors import ConfigError, HsxError
+from hsx_dist.store.faults import FULL
 from hsx_dist.store.folder_listing import UNFINISHED
 from hsx_dist.store.folders import SAFELY, opened
+
+#: Number in the message of a library in Rust, such as safetensors.
+_RUST = re.compile(r"\(os error (\d{1,4})\)")
 
 
 def without_link(path: str, flags: int) -> int:
@@ -26,14 +32,37 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
     A device such as ``/dev/stdout`` cannot be replaced: it is written directly. Raises ``ConfigError`` if the file
     cannot be written.
     """
+    with writable(path, "file"), _output_file(path) as f:
+        yield f
+
+
+@contextmanager
+def writable(path: str | os.PathLike[str], kind: str) -> Iterator[None]:
+    """Raise ``ConfigError`` if the disk refuses to write a user's ``path``, which is a ``kind`` (file, folder)."""
     try:
-        with _output_file(path) as f:
-            yield f
+        yield
     except HsxError:
         raise
-    except OSError as e:
-        why = e.strerror or type(e).__name__
-        raise ConfigError(f"{path}: expected a file that can be written, got: {why}. Choose another file") from e
+    except Exception as e:
+        error = _of_disk(e)
+        if error is None:
+            raise
+        why = error.strerror or type(error).__name__
+        todo = "Free some space, or choose" if error.errno in FULL else "Choose"
+        raise ConfigError(f"{path}: expected a {kind} that can be written, got: {why}. {todo} another {kind}") from e
+
+
+def _of_disk(error: Exception) -> OSError | None:
+    """Return the error of the operating system behind a library's error.
+
+    An ``OSError`` without a number is a library's own, such as the hub's, and has another cause.
+    """
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, Exception):
+        error = error.__context__  # torch.save raises it while it handles the disk's error
+    if isinstance(error, OSError):
+        return error if error.errno is not None or isinstance(error, io.UnsupportedOperation) else None
+    found = _RUST.search(str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
 
 
 @contextmanager

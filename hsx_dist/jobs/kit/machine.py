@@ -25,6 +25,8 @@ def examine_machine(report: Path | None, wanted: Sequence[engine_states.Case] | 
         if failed:
             planned = [_left_out(p) for p in planned]
         outcomes = [Outcome(p.group, p.name, "not run", "the program ended before this check began") for p in planned]
+        if report is not None:  # a folder that cannot be written ends the command before the first engine
+            write(report, about(gpus), outcomes)
         for i, engine in enumerate(planned):
             outcomes[i] = run_check(engine)
             if report is not None:

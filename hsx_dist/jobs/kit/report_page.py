@@ -15,7 +15,7 @@ from typing import Any
 
 from hsx_dist.jobs.kit.outcomes import Outcome
 from hsx_dist.observe.report.html import document, escape, table
-from hsx_dist.store.output_file import output_file
+from hsx_dist.store.output_file import output_file, writable
 
 NAME = "gpu-report"
 #: Group of checks → its figures as HTML, above the group's checks.
@@ -52,7 +52,8 @@ def _driver() -> str:
 
 def write(folder: Path, found: Mapping[str, Any], outcomes: Sequence[Outcome], figures: Figures = NO_FIGURES) -> Path:
     """Write ``gpu-report.html`` and ``gpu-report.json`` into ``folder``, each atomically. Return the page's path."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writable(folder, "folder"):
+        folder.mkdir(parents=True, exist_ok=True)
     body = {**found, "states": count(outcomes), "outcomes": [asdict(o) for o in outcomes]}
     for suffix, text in ((".json", json.dumps(body, indent=1) + "\n"), (".html", page(found, outcomes, figures))):
         with output_file(folder / f"{NAME}{suffix}") as f:

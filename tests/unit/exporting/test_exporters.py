@@ -516,7 +516,7 @@ def test_an_export_that_was_stopped_before_its_first_file_goes_on(
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, usual[1]))
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(ConfigError, match=r"folder that can be written, got: File too large\. Free some space"):
             export_run(run, "vllm", tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
@@ -525,6 +525,27 @@ def test_an_export_that_was_stopped_before_its_first_file_goes_on(
     assert not list(tmp_path.rglob(".new-*"))
     with pytest.raises(ConfigError, match="layers"):
         export_run(run, "vllm", tmp_path, ExportOptions(aux_layers=(2,)))
+
+
+@pytest.mark.parametrize("to", ["vllm", "modelopt", "topk-logprobs", "speculators"])
+def test_a_disk_that_is_full_after_export_json_is_an_error_with_the_folders_name(
+    to: str, run: Run, model: Any, tmp_path: Path
+) -> None:
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, usual[1]))
+    try:
+        with pytest.raises(ConfigError, match=f"{tmp_path}: expected a folder that can be written, got: .*too large"):
+            export_run(run, to, tmp_path, ExportOptions(model=str(model[0])))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["export.json"]
+
+
+def test_a_destination_that_is_no_folder_is_an_error_with_its_name(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for dest in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=f"{dest}: expected a folder that can be written, got: "):
+            export_run(run, "vllm", dest)
 
 
 @pytest.mark.parametrize("to", ["modelopt", "topk-logprobs"])
@@ -604,7 +625,7 @@ def test_writing_a_file_that_another_process_finished_does_not_fail(
     if written:
         assert export_run(run, "vllm", tmp_path).finished
     else:
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(ConfigError, match="No such file"):
             export_run(run, "vllm", tmp_path)
 
 

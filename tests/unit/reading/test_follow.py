@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -628,6 +629,18 @@ def test_sound_parts_without_a_run_count_for_version_1_alone(tmp_path: Path) -> 
         lines = [json.loads(line) for line in notes.read_text().splitlines()]
         notes.write_text("".join(json.dumps({k: v for k, v in d.items() if k != "run"}) + "\n" for d in lines))
         assert verify_run(place.root, resume=notes).known == (parts if version == 1 else 0)
+
+
+def test_sound_parts_that_cannot_be_noted_name_their_file(tmp_path: Path) -> None:
+    """The disk is full."""
+    place, notes = store_run(MemoryStore(), SAMPLES).place, tmp_path / "notes"
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, usual[1]))
+    try:
+        with pytest.raises(ConfigError, match=f"{notes}: expected a file that can be written, got: File too large"):
+            verify_run(place.root, resume=notes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 
 
 def parts_of_a_run(rnd: random.Random) -> list[tuple[str, list[tuple[int, Segment]]]]:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from hsx_dist.errors import ConfigError
+from hsx_dist.jobs.kit import report_page
+from hsx_dist.models import builtin
+from hsx_dist.observe.dashboard import write_dashboards
+from hsx_dist.reading.cache import CachedStore
 from hsx_dist.store.folder_listing import UNFINISHED
-from hsx_dist.store.output_file import output_file
+from hsx_dist.store.local import LocalStore
+from hsx_dist.store.output_file import output_file, writable
 
 
 def names(folder: Path) -> list[str]:
@@ -64,3 +75,46 @@ def test_devices_are_written_directly(tmp_path: Path) -> None:
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
         assert pipe.read() == b"page"
+
+
+@pytest.mark.parametrize("library", ["torch", "safetensors"])
+def test_a_full_disk_is_the_users_error_in_every_librarys_words(tmp_path: Path, library: str) -> None:
+    tensors = {"x": torch.zeros(10_000)}
+
+    def write() -> None:
+        with writable(tmp_path, "folder"):
+            if library == "safetensors":
+                save_file(tensors, tmp_path / "x")
+                return
+            with (tmp_path / "x").open("wb") as f:
+                torch.save(tensors, f)
+
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, usual[1]))
+    try:
+        with pytest.raises(ConfigError, match=f"{tmp_path}: .*got: File too large. Free"):
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+def test_a_librarys_own_error_is_not_one_of_the_disk() -> None:
+    with pytest.raises(OSError, match="the hub is offline"), writable("x", "folder"):
+        raise OSError("the hub is offline")
+
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "dashboards": write_dashboards,
+    "report of engines": lambda folder: report_page.write(folder, {}, []),
+    "cache": lambda folder: CachedStore(LocalStore(folder.parent.parent), folder, 1),
+    "built-in model": builtin.smollm2,
+    "page": lambda folder: output_file(folder / "report.html").__enter__(),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path: Path, write: Callable[[Path], Any]) -> None:
+    parent = tmp_path / "file"
+    parent.touch()
+    with pytest.raises(ConfigError, match=f"{parent}/below.*: expected a f.* that can be written, got: Not a dir"):
+        write(parent / "below")
