@@ -12,7 +12,7 @@ from hsx_dist.errors import ConfigError, install_extra
 from hsx_dist.format.part_request import layer_list
 from hsx_dist.layers import resolve_layers
 from hsx_dist.page import HIDDEN_STATES
-from hsx_dist.reading.items import require_positive
+from hsx_dist.reading.arguments import require_positive
 from hsx_dist.reading.run import Run
 
 #: The layer ids of every exporter, described in ``export.json``.

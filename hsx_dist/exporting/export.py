@@ -22,6 +22,7 @@ from hsx_dist.exporting.base import LAYER_IDS, Exporter, ExportOptions, SampleLe
 from hsx_dist.exporting.destination import make_folder, remove_unfinished, unfinished
 from hsx_dist.format.place import Place
 from hsx_dist.page import HIDDEN_STATES
+from hsx_dist.reading.arguments import path_text, whole
 from hsx_dist.reading.column import is_mean
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.order import is_of_run
@@ -129,10 +130,11 @@ def export_run(
         >>> export_run(run, "vllm", "exports/vllm", ExportOptions(aux_layers=[15])).finished
         True
     """
+    shard, shards = whole("shard", shard), whole("shards", shards)
     if not 0 <= shard < shards:
         raise ConfigError(f"shard: expected 0 … {shards - 1}, got {shard}. Count shards from 0")
     run = run.snapshot()  # files are named by position
-    folder = Path(dest)
+    folder = Path(path_text("dest", dest))
     options = options or ExportOptions()
     kind = exporter_of(to)
     if kind.points is None:

@@ -18,9 +18,10 @@ from hsx_dist.format.manifest import SampleRecord
 from hsx_dist.lazy import cached_property
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
+from hsx_dist.reading.arguments import require_positive
 from hsx_dist.reading.follow import FOLLOWED_MEMBERS, Follower, Iteration, Mark, has_position, require_followable
 from hsx_dist.reading.item_reader import ItemReader, Source
-from hsx_dist.reading.items import ItemSpec, require_positive
+from hsx_dist.reading.items import ItemSpec
 from hsx_dist.reading.order import EpochPosition, canonical_order, check_state, fingerprint, require_run, restore
 from hsx_dist.reading.prefetch import read_ahead
 from hsx_dist.reading.retention import rank_of

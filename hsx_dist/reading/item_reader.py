@@ -12,6 +12,7 @@ from hsx_dist.errors import ConfigError
 from hsx_dist.format.byte_budget import ByteBudget
 from hsx_dist.format.container_read import Empty
 from hsx_dist.format.manifest import SampleRecord
+from hsx_dist.reading.arguments import path_text
 from hsx_dist.reading.arrays import resolve_framework
 from hsx_dist.reading.cache import CachedStore
 from hsx_dist.reading.items import ItemSpec
@@ -51,11 +52,13 @@ class ItemReader:
         cache_bytes: int,
     ):
         if not isinstance(source, (Run, Selection)):
-            source = open_run(os.fspath(source), storage_options=storage_options)
+            source = open_run(path_text("source", source), storage_options=storage_options)
         self.selection = source if isinstance(source, Selection) else select(source)
         self.run = self.selection.run
         if cache_dir is not None:
-            cached = partial(CachedStore, folder=Path(cache_dir), max_bytes=cache_bytes, run_id=self.run.id)
+            cached = partial(
+                CachedStore, folder=Path(path_text("cache_dir", cache_dir)), max_bytes=cache_bytes, run_id=self.run.id
+            )
             self.run = self.run.with_store(cached)
         spec.check_layers(self.run)
         self.spec = spec

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +12,7 @@ from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.container_read import Empty
 from hsx_dist.format.part_request import checked_layers, point_list, token_range
 from hsx_dist.page import HIDDEN_STATES
+from hsx_dist.reading.arguments import require_positive
 from hsx_dist.reading.arrays import Framework, resolve_framework, to_ids
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import LOSS_MASK, Layers, Sample, Tokens, attached_of, layers_of
@@ -21,13 +21,6 @@ from hsx_dist.reading.select import key_hash
 #: Bytes of a token's id and mask in an item.
 _TOKEN_BYTES = 9
 Crop = Literal["start", "end", "random"]
-
-
-def require_positive(least: int = 1, /, **counts: object) -> None:
-    """Raise ``ConfigError`` unless all ``counts`` are integers of at least ``least``."""
-    for name, value in counts.items():
-        if not isinstance(value, Integral) or value < least:
-            raise ConfigError(f"{name}: expected an integer of at least {least}, got {value!r:.100}. Correct it")
 
 
 @dataclass(frozen=True)

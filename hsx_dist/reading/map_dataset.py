@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hsx_dist.reading.arguments import require_positive
 from hsx_dist.reading.item_reader import ItemReader, Source
-from hsx_dist.reading.items import ItemSpec, require_positive
+from hsx_dist.reading.items import ItemSpec
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Layers
 from hsx_dist.reading.world import SharedEpoch, warn_if_growing

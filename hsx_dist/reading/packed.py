@@ -9,11 +9,11 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.json_objects import count, text
+from hsx_dist.reading.arguments import require_positive
 from hsx_dist.reading.arrays import to_ids
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.derived import DerivedDataset, require_dataset, require_tokens
 from hsx_dist.reading.follow import Iteration
-from hsx_dist.reading.items import require_positive
 from hsx_dist.reading.mixer import digest
 from hsx_dist.reading.order import check_state
 from hsx_dist.reading.sample import LOSS_MASK

@@ -23,6 +23,7 @@ from hsx_dist.format.runs import all_receipts, is_complete
 from hsx_dist.reading.missing import covers_every_copy, mark_of, marks_folder, removal_mark
 from hsx_dist.reading.order import check_state, require_run
 from hsx_dist.reading.select import key_hash
+from hsx_dist.reading.world import world_of
 from hsx_dist.store import ObjectInfo
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -47,7 +48,7 @@ class Retention:
         rank, world_size: this rank of the consumer.
 
     Raises:
-        ConfigError: a name is wrong, or ``consumers`` lacks ``consumer``.
+        ConfigError: a name or a rank is wrong, or ``consumers`` lacks ``consumer``.
 
     Example:
         >>> used = HiddenStatesDataset("runs/other", follow=True).retention("train")
@@ -66,6 +67,7 @@ class Retention:
         rank: int = 0,
         world_size: int = 1,
     ):
+        rank, world_size = world_of(rank, world_size)
         self._place, self._store = place, place.store
         self._me = f"{consumer}.{rank}of{world_size}.json"
         self._consumers = frozenset(consumers or [consumer])

@@ -18,6 +18,7 @@ from hsx_dist.format.runs import load_manifest
 from hsx_dist.lazy import cached_property
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
+from hsx_dist.reading.arguments import whole
 from hsx_dist.reading.index import Index
 from hsx_dist.reading.kept_parts import MOST_IDS, KeptParts
 from hsx_dist.reading.proven_parts import ProvenParts
@@ -292,7 +293,7 @@ class Run:
 
     def at(self, place: int) -> Sample:
         """The ``place``-th sample in the order of iteration, which a refresh may change."""
-        return self.sample_of(self.index[place])
+        return self.sample_of(self.index[whole("place", place)])
 
     def sample_of(self, record: SampleRecord) -> Sample:
         """The sample that ``record`` describes."""

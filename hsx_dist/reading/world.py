@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
+from hsx_dist.reading.arguments import whole
 
 if TYPE_CHECKING:
     from hsx_dist.reading.select import Selection
@@ -33,7 +34,7 @@ class SharedEpoch:
         return self.get() if self._memory[1] else 0
 
     def set(self, epoch: int) -> None:
-        self._memory[0], self._memory[1] = epoch, 1
+        self._memory[0], self._memory[1] = whole("epoch", epoch), 1
 
     def load(self, epoch: int) -> None:
         """Set the epoch of a loaded state, if ``set`` was never called.
@@ -47,15 +48,17 @@ class SharedEpoch:
 def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Rank and world size: the arguments, else from torch.distributed, else from the environment (torchrun).
 
-    Raises ``ConfigError`` if only one is given, or if the rank is not below the world size.
+    Raises ``ConfigError`` if only one is given, if one is no integer, or if the rank is not below
+    the world size.
     """
     if (rank is None) != (world_size is None):
         raise ConfigError("rank, world_size: expected both or none, got one. Give both")
     if rank is None or world_size is None:
         rank, world_size = _found_world()
+    rank, world_size = whole("rank", rank), whole("world_size", world_size)  # states need JSON's types
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: expected 0 … {world_size - 1} of world_size {world_size}, got {rank}. Correct them")
-    return int(rank), int(world_size)  # numbers of numpy are not JSON types, which states need
+    return rank, world_size
 
 
 def warn_if_growing(selection: Selection, world_size: int | None = None) -> None:

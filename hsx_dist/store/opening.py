@@ -58,11 +58,10 @@ def open_store(
 
 def check_endpoints(options: Mapping[str, Any]) -> None:
     """Check the endpoints in fsspec's options and in the environment. Raises ``ConfigError``, without their text."""
-    client = options.get("client_kwargs") or {}
-    if not isinstance(client, Mapping):
-        raise ConfigError(
-            f"storage_options.client_kwargs: expected a mapping, got {type(client).__name__}. Give names and values"
-        )
+    client = options.get("client_kwargs") or {} if isinstance(options, Mapping) else {}
+    for name, mapping in {"storage_options": options, "storage_options.client_kwargs": client}.items():
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(f"{name}: expected a mapping, got {type(mapping).__name__}. Give names and values")
     for given in (options, client):
         if given.get("endpoint_url"):
             check_endpoint(str(given["endpoint_url"]), "storage_options.endpoint_url")
