@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -39,11 +40,13 @@ class Structured(logging.Formatter):
         self._as_json = as_json
 
     def format(self, record: logging.LogRecord) -> str:
-        about = {n: v for n in FIELDS if (v := getattr(record, n, self._context.get(n))) is not None}
+        found = {n: v for n in FIELDS if (v := getattr(record, n, self._context.get(n))) is not None}
+        about = {n: v if isinstance(v, int) else redact_text(str(v)) for n, v in found.items()}
         message = printable_lines(redact_text(record.getMessage()) + getattr(record, "suppressed", ""))
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        # ``exc_text``: the traceback, redacted and escaped by ``logger.Escaping`` or ``redact_records``.
-        trace = record.exc_text or (shown_traceback(record.exc_info) if record.exc_info else "")
+        # ``exc_text`` may come from a library's record or formatter, which do not redact it.
+        trace = printable_lines(redact_text(record.exc_text)) if record.exc_text else ""
+        trace = trace or (shown_traceback(record.exc_info) if record.exc_info else "")
         if self._as_json:
             line = {"time": at, "level": record.levelname, "logger": record.name, "message": message, **about}
             return ascii_json({**line, **({"traceback": trace} if trace else {})})
@@ -130,6 +133,10 @@ def redact_records() -> None:
         record = factory(*args, **kwargs)
         if type(record) is logging.LogRecord:
             record.__class__ = _Redacted  # not a copy: vLLM's and Ray's factories add fields
+        elif type(record).getMessage is logging.LogRecord.getMessage:
+            # A library's class keeps its type. Wrong arguments are left for the handlers, which report them.
+            with suppress(Exception):
+                record.msg, record.args = redact_text(record.getMessage()), None
         if record.exc_info and not record.exc_text:
             # Formatters use this text instead of the exception.
             record.exc_text = shown_traceback(record.exc_info)

@@ -120,6 +120,30 @@ for log in (library, logging.getLogger("plain")):
     assert shown.count("ValueError: no answer of https://h/x") == 2
 
 
+def test_records_of_a_librarys_class_and_their_fields_are_redacted() -> None:
+    program = """
+class Own(logging.LogRecord):
+    pass
+logging.setLogRecordFactory(Own)
+redact_records.cache_clear()
+redact_records()
+library = logging.getLogger("library")
+library.addHandler(logging.StreamHandler())
+for log in (library, logging.getLogger("plain")):
+    log.error("%s is gone, %d", url, 7)
+logging.getLogger("plain").error("a field", extra={"key": url, "row": 3})
+record = Own("plain", 40, "f", 1, "built by hand, of %s", (url,), None)
+record.exc_text = f"ValueError: {url}"
+logging.getLogger("plain").handle(record)
+"""
+    shown = output(program, "INFO", f"https://u:{SECRET}@h/x")
+    assert SECRET not in shown
+    assert shown.count("https://h/x is gone, 7") == 2
+    assert "a field replica=0 key=https://h/x row=3" in shown
+    assert "built by hand, of https://h/x" in shown
+    assert "ValueError: https://h/x" in shown
+
+
 def test_processes_of_the_engine_redact_too() -> None:
     program = """
 import os, subprocess
