@@ -269,25 +269,23 @@ def custom_name(value: Any, output: str, allowed: bool, prompt: int = 0, choice:
     if "::" in name or any(p.endswith((" ", ".")) for p in parts):
         # A reader that opens the folder as a URL would refuse it, or open another folder.
         raise ValueError(f"expected names without :: that do not end in a space or dot, got {_shown(value)}")
-    if folded(name) == OBJECT:
-        raise ValueError(f"expected a name before {OBJECT}, got {_shown(value)}")  # its sample would have no key
     stem, suffix = posixpath.splitext(name)
-    name = sample_key(stem, prompt=prompt, choice=choice) + suffix
+    given, name = name, sample_key(stem, prompt=prompt, choice=choice) + suffix
+    # Before the first ``folded``: its time grows with the square of a name's combining marks.
+    if any(len(p.encode()) > MAX_COMPONENT_BYTES for p in name.split("/")):
+        raise ValueError(f"expected names of at most {MAX_COMPONENT_BYTES} bytes, got {_shown(value)}")
+    if len(f"{base}{name}".encode()) > MAX_URL_BYTES:
+        raise ValueError(f"expected a path of at most {MAX_URL_BYTES} bytes, {base} included, got {_shown(value)}")
+    if folded(given) == OBJECT:
+        raise ValueError(f"expected a name before {OBJECT}, got {_shown(value)}")  # its sample would have no key
     same = folded(name).split("/")
     if same[-1].endswith(RESERVED):
         # A client must not replace the markers and locks of other objects.
         raise ValueError(f"expected a path that does not end in {', '.join(RESERVED)}, got {_shown(value)}")
     if any(p.endswith((OBJECT, *RESERVED)) for p in same[:-1]):
         raise ValueError(f"expected folders that do not end in {', '.join((OBJECT, *RESERVED))}, got {_shown(value)}")
-    if any(p in ("", ".", "..") or p.startswith(UNFINISHED) for p in same) or any(
-        len(p.encode()) > MAX_COMPONENT_BYTES for p in name.split("/")
-    ):
-        raise ValueError(
-            f"expected names of at most {MAX_COMPONENT_BYTES} bytes that do not begin with {UNFINISHED}, got "
-            f"{_shown(value)}"
-        )
-    if len(f"{base}{name}".encode()) > MAX_URL_BYTES:
-        raise ValueError(f"expected a path of at most {MAX_URL_BYTES} bytes, {base} included, got {_shown(value)}")
+    if any(p in ("", ".", "..") or p.startswith(UNFINISHED) for p in same):
+        raise ValueError(f"expected names that do not begin with {UNFINISHED}, got {_shown(value)}")
     if is_of_a_run(name):
         raise ValueError(f"expected a path that differs from the names of a run's objects, got {_shown(value)}")
     if is_of_a_key(name) and object_name(name.removesuffix(OBJECT)) + OBJECT != name:

@@ -35,6 +35,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 OBJECT = ".safetensors"
@@ -83,11 +84,13 @@ def lock_name(name: str) -> str:
     return f"{name}{LOCK}"
 
 
+@lru_cache(maxsize=64)  # several checks of one name fold it, on the engine's thread
 def folded(name: str) -> str:
     """A canonical form of a name: equal for all names that some file system treats as one.
 
     It ignores letter case, Unicode normalisation and ignorable characters. In each component it also ignores dots and
-    spaces at the end, and everything from a colon on.
+    spaces at the end, and everything from a colon on. The time grows with the square of a component's combining marks:
+    limit the bytes of a client's name first.
     """
     # Twice: normalisation may create capitals, and case folding may undo a normalisation.
     for _ in range(2):
