@@ -179,6 +179,14 @@ class Manifest:
         places = self._many.get(key) or ([] if first is None else [first])
         return {self._part(place) for place in places} - self._void
 
+    def outcomes_under(self, parts: Iterable[str]) -> list[RowFate]:
+        """Outcomes that do not count because the row has a sample in one of ``parts``. They would count again if the
+        parts were lost."""
+        tables = [self._order[number].table for part in parts for number in self._numbers.get(part, ())]
+        keys = dict.fromkeys(key for table in tables for key in table.keys() if key in self._fates)  # noqa: SIM118
+        hidden = [self._fates[key][1] for key in keys if self._places(key)]
+        return [fate for fate in hidden if fate.fate != "withdrawn"]
+
     def columns(self) -> tuple[list[Receipt], Any, Any]:
         """The receipts of parts, by attempt, writer and number; the numbers of all their segments; and a mask.
 

@@ -62,11 +62,15 @@ class RowLedger:
 
     def declare_lost(self, parts: Sequence[str]) -> None:
         """Record that ``parts`` are missing although receipts name them. Their samples count as missing from now on,
-        even if the rows end without a sample.
+        even if the rows end without a sample. Outcomes from before the samples do not count again.
 
         Raises:
             Fenced: a newer attempt owns the run.
         """
+        # Before the parts are void: no reader may get an old outcome as the reason of a row that is computed again.
+        for fate in self._manifest.outcomes_under(parts):
+            self.add(replace(fate, fate="withdrawn", reason="its sample was stored later, and is lost", tries=0))
+        self.flush()
         for start in range(0, len(parts), _PARTS_A_RECEIPT):
             self._append(void=tuple(parts[start : start + _PARTS_A_RECEIPT]))
 

@@ -15,7 +15,7 @@ import hsx_dist
 from hsx_dist import HiddenStatesDataset
 from hsx_dist.config import load_config
 from hsx_dist.errors import ConfigError, EngineError, Fenced, NotFound, RunError, SampleConsumed, StoreError
-from hsx_dist.format.manifest import RowFate
+from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import Place, bury, find_place, open_place, start_run
 from hsx_dist.format.receipt_log import ReceiptLog
 from hsx_dist.format.runs import is_complete, load_manifest, read_heartbeat, refuse_version_1, write_complete
@@ -24,6 +24,7 @@ from hsx_dist.jobs import attempt as attempt_module
 from hsx_dist.jobs import extract as extract_module
 from hsx_dist.jobs.attempt import begin_attempt, complete, open_or_start_run, require_not_removed, take_over
 from hsx_dist.jobs.extract import account_for
+from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.observe.console import Console
 from hsx_dist.reading import open_run, retention, verify_run
 from hsx_dist.reading.garbage import remove_run
@@ -87,6 +88,33 @@ def test_a_lost_part_is_noticed_by_everyone_and_computed_again(place: Place) -> 
     third.put([whole(SAMPLES[0], 0)])
     assert sorted(open_run(place.root.url).keys()) == ["s0", "s2", "s3"]
     assert open_run(place.root.url)["s0"].load()["key"] == "s0"
+
+
+@pytest.mark.parametrize("fate", ["poison", "refused", "failed"])
+def test_an_outcome_from_before_a_lost_sample_does_not_count_again(place: Place, fate: str) -> None:
+    """A reader waits for the sample, and a resume computes the row."""
+    before = RowLedger(place.store, 1, Manifest())
+    before.add(RowFate("s0", 0, fate, "its engine died", 3, "0" * 16))
+    before.flush()
+    first, _ = write(place)
+    place.store.delete(first)
+    _, ledger, manifest = taken(place)
+    for found in (manifest, load_manifest(place.store)):
+        assert not {**found.refused, **found.failed}
+        assert set(found.samples) == {"s2", "s3"}
+    ledger.add(RowFate("s0", 0, fate, "its engine died again", 3, "0" * 16))
+    ledger.flush()
+    found = load_manifest(place.store)
+    assert {**found.refused, **found.failed}["s0"].reason == "its engine died again"
+
+
+def test_a_row_that_killed_its_engine_after_a_segment_stays_poison_when_the_segment_is_lost(place: Place) -> None:
+    sample = SAMPLES[0]
+    part = RunWriter(place.root).put([(sample, sample.segments(3)[0], 0)]).part
+    RowLedger(place.store, 1, Manifest()).add(RowFate("s0", 0, "poison", "its engine died", 3, "0" * 16))
+    place.store.delete(part or "")
+    _, _, manifest = taken(place)
+    assert (set(manifest.failed), manifest.void) == ({"s0"}, {part})
 
 
 def test_a_run_that_lacks_parts_is_not_complete(place: Place) -> None:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-from hsx_dist.config import load_config
+from hsx_dist.config import InputConfig, load_config
 from hsx_dist.errors import Fenced, HsxError
 from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.container import EncodedSegment, SegmentEncoder, build_part
@@ -470,7 +470,17 @@ def _store_all(store: MemoryStore) -> None:
         writer.put([whole(sample("m", key))])
 
 
-def lost(scenario_actors: dict[str, Any]) -> Scenario:
+def with_a_lost_part_and_an_outcome(store: MemoryStore) -> None:
+    """The row of the lost sample has an outcome from before the sample."""
+    with_a_lost_part(store)
+    place = find_place(store)
+    row = next(rows_from([{"id": "a", "text": "a"}], InputConfig()))
+    assert place is not None
+    assert isinstance(row, Row)
+    RowLedger(place.store, 1, Manifest()).add(RowFate("a", 0, "poison", "it killed its engine", 3, row.content))
+
+
+def lost(scenario_actors: dict[str, Any], prepare: Callable[[MemoryStore], None] = with_a_lost_part) -> Scenario:
     """A foreign program deleted a part before the actors begin."""
 
     def first(store: MemoryStore, seen: dict[Any, Any]) -> None:
@@ -479,6 +489,7 @@ def lost(scenario_actors: dict[str, Any]) -> Scenario:
         gone = {f"data/part-0001-w1-{1:06d}.safetensors"}
         seen["lost"] = frozenset(gone)
         promise(store, seen)
+        assert not Run(store).failed, "expected no outcome from before a sample, got one"
 
     def account(store: MemoryStore, actors: dict[str, Actor]) -> None:
         all_rows_are_stored()(store, actors)
@@ -487,8 +498,11 @@ def lost(scenario_actors: dict[str, Any]) -> Scenario:
             for key in run.index.keys:
                 run[key].load(framework="numpy")  # all proven samples are readable
 
-    return Scenario(remember(with_a_lost_part), scenario_actors, first, account)
+    return Scenario(remember(prepare), scenario_actors, first, account)
 
 
 SCENARIOS["a lost part is computed again"] = lost({"driver": driving("m"), "gc": collecting})
 SCENARIOS["the row of a lost part is refused"] = lost({"driver": driving("m", refused=("a",)), "gc": collecting})
+SCENARIOS["a lost part of a row with an earlier outcome"] = lost(
+    {"driver": driving("m"), "gc": collecting}, with_a_lost_part_and_an_outcome
+)

@@ -160,6 +160,10 @@ def a_lost_part_is_not_declared(m: pytest.MonkeyPatch) -> None:
     m.setattr(ledger.RowLedger, "declare_lost", declare)
 
 
+def an_outcome_before_a_lost_sample_is_not_withdrawn(m: pytest.MonkeyPatch) -> None:
+    m.setattr(ledger.Manifest, "outcomes_under", lambda *_: [])
+
+
 def a_consumer_believes_an_old_completion(m: pytest.MonkeyPatch) -> None:
     m.setattr(retention, "is_complete", lambda store: runs.read_complete(store) is not None)
 
@@ -203,6 +207,7 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     a_writer_does_not_ask_whether_its_attempt_is_closed: "a late writer of the attempt that completes the run, and gc",
     a_resume_does_not_look_for_parts: "a lost part is computed again",
     a_lost_part_is_not_declared: "the row of a lost part is refused",
+    an_outcome_before_a_lost_sample_is_not_withdrawn: "a lost part of a row with an earlier outcome",
     a_consumer_believes_an_old_completion: "a consumer, the rest of a sample, and an old completion",
     a_consumer_does_not_look_again_at_the_end: "a consumer and the driver that completes the run",
     a_consumer_looks_at_the_copies_that_count_alone: "a consumer, and a second copy of a sample next to it",
