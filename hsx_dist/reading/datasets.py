@@ -1,12 +1,10 @@
 """A data set over a run, for torch's ``DataLoader`` and for loops without it.
 
-Imports torch if it is installed: ``DataLoader`` recognizes only subclasses of torch's ``IterableDataset``. Import the
-class as ``hsx_dist.HiddenStatesDataset``.
+Imports torch if it is installed. Import the class as ``hsx_dist.HiddenStatesDataset``.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,16 +25,8 @@ from hsx_dist.reading.prefetch import read_ahead
 from hsx_dist.reading.retention import rank_of
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Layers, layers_of
+from hsx_dist.reading.torch_data import IterableDataset, get_worker_info
 from hsx_dist.reading.world import SharedEpoch, warn_if_growing, world_of
-
-if importlib.util.find_spec("torch") is not None:
-    from torch.utils.data import IterableDataset, get_worker_info
-else:  # without torch: numpy arrays, in loops without a DataLoader
-    IterableDataset = object
-
-    def get_worker_info() -> Any:
-        return None
-
 
 if TYPE_CHECKING:
     from hsx_dist.reading.retention import Retention

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -10,11 +9,7 @@ from typing import Any, ClassVar
 from hsx_dist.errors import ConfigError
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.follow import Iteration
-
-if importlib.util.find_spec("torch") is not None:
-    from torch.utils.data import IterableDataset
-else:
-    IterableDataset = object
+from hsx_dist.reading.torch_data import IterableDataset
 
 
 def require_dataset(dataset: object, *, loss_mask: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +14,8 @@ from hsx_dist.reading.item_reader import ItemReader, Source
 from hsx_dist.reading.items import ItemSpec
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Layers
+from hsx_dist.reading.torch_data import Dataset
 from hsx_dist.reading.world import SharedEpoch, warn_if_growing
-
-if importlib.util.find_spec("torch") is not None:
-    from torch.utils.data import Dataset
-else:
-    Dataset = object
 
 #: Memory of a batch's threads beyond the samples: chunks that are read in part.
 _BATCH_BYTES = 256 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
@@ -13,11 +12,7 @@ from hsx_dist.format.json_objects import shown
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.follow import Iteration
 from hsx_dist.reading.order import MIXED, MIXED_MEMBERS, check_state
-
-if importlib.util.find_spec("torch") is not None:
-    from torch.utils.data import IterableDataset
-else:
-    IterableDataset = object
+from hsx_dist.reading.torch_data import IterableDataset
 
 #: Sources, taken numbers and progress of an iteration.
 _Begun = tuple[list[Iterator[dict[str, Any]]], list[float], list[Iteration]]

@@ -135,10 +135,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
 
 #: Torch's data sets must inherit from torch's classes.
 TORCH_DATA = {
-    "reading/datasets.py",
-    "reading/derived.py",
-    "reading/map_dataset.py",
-    "reading/mixing.py",
+    "reading/torch_data.py",
 }
 #: Packages that import nothing heavy.
 LIGHT = {"reading", "exporting", "model_parts", "cli", "models", "testing", "config", "store", "format"}
