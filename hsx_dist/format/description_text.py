@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 from hsx_dist.errors import FormatError
-from hsx_dist.format.json_objects import check_depth, json_decoder, json_errors, parse_json
+from hsx_dist.format.json_objects import check_depth, count_members, json_decoder, json_errors, parse_json, too_many
 from hsx_dist.format.segment_info import SEGMENT_MEMBERS
 
-#: The most lists and objects in one member, or in one segment. 64 KiB of metadata have at most 32,768.
+#: The most lists and objects, and the most members of objects, in one member, or in one segment. 64 KiB of metadata
+#: have at most 32,768.
 MOST_CONTAINERS = 100_000
 #: The most members of a description. Readers know five, and skip others.
 MOST_MEMBERS = 1_000
@@ -99,7 +100,7 @@ def _object(text: str, at: int, known: Mapping[str, _Read]) -> tuple[dict[str, A
 
 
 def _checked(text: str, at: int) -> tuple[Any, int]:
-    """The value at ``at``, and the place after the value. Counts its lists and objects before they are allocated."""
+    """The value at ``at``, and the place after it. Counts its lists, objects and members before they are allocated."""
     if text[at : at + 1] in ("[", "{"):
         _end(text, at)
     return _DECODE(text, at)
@@ -142,25 +143,28 @@ def _segment(text: str, at: int) -> tuple[dict[str, Any], int]:
 
 
 def _end(text: str, at: int) -> int:
-    """The place after the value at ``at``, which is not decoded. Counts its lists and objects."""
+    """The place after the value at ``at``, which is not decoded. Counts its lists, objects and members."""
     if text[at : at + 1] not in ("[", "{"):
         string = _STRING.match(text, at)
         return string.end() if string else _DECODE(text, at)[1]
-    found = depth = 0
+    begin, found, depth = at, 0, 0
     while (token := _TO_BRACKET.match(text, at)) is not None:
         at = token.end()
         if token[1] in "[{":
             found, depth = found + 1, depth + 1
             if found > MOST_CONTAINERS:
-                raise FormatError(
-                    f"the description: expected at most {MOST_CONTAINERS} lists and objects, got more. It was not "
-                    "written by hsx_dist, or is damaged"
-                )
+                raise too_many("the description", MOST_CONTAINERS, "lists and objects")
         else:
             depth -= 1
             if not depth:
-                return at
-    raise FormatError(f"expected JSON, got a list or an object without end before character {len(text)}")
+                break
+    else:
+        raise FormatError(f"expected JSON, got a list or an object without end before character {len(text)}")
+    # Most texts have few colons, also with those in strings. Counting these takes no time.
+    most = MOST_CONTAINERS
+    if text.count(":", begin, at) > most and count_members(text, most + 1, begin, at) > most:
+        raise too_many("the description", most, "members of objects")
+    return at
 
 
 def _after(text: str, at: int, mark: str) -> int:

@@ -21,8 +21,12 @@ from hsx_dist.format.json_objects import check_containers, parse_json, shown
 
 #: The largest tensor begins at a multiple of this, so that mapped memory and direct disk I/O need no copy to align it.
 _PAGE_BYTES = 4096
-#: A header has few other lists and objects than those of its tensors.
+#: A header has few other lists, objects and members than those of its tensors.
 _FEW, _BYTES_OF_A_CONTAINER = 64, 16
+#: Members of each tensor. Their names take memory once.
+_OF_TENSOR = ("dtype", "shape", "data_offsets")
+#: The same members as our writer writes them. In JSON, these texts are nothing else.
+_WRITTEN = (b'{"dtype":', b',"shape":', b',"data_offsets":')
 _DESCRIPTION, _AFTER_DESCRIPTION = b'"hsx":"', b'","hsx_crc32c":"'
 #: Parts with less data are not aligned to a page, as the padding would be too large a share.
 _WORTH_A_PAGE = 1 << 20
@@ -100,17 +104,21 @@ def parse_header(body: bytes, data_bytes: int) -> tuple[Description, Mapping[str
 
 
 def _check_containers(body: bytes) -> None:
-    """Raise ``FormatError`` for more lists and objects than tensors need: 3 in at least 50 bytes."""
+    """Raise ``FormatError`` for more lists, objects and members than tensors need: 3 lists and objects in at least 50
+    bytes, and one member besides ``_OF_TENSOR``."""
     most = _FEW + len(body) // _BYTES_OF_A_CONTAINER
-    # Quick for a part of our own: brackets in the description, which is a string, do not count.
+    # Quick for a part of our own: brackets and colons in the description, which is a string, do not count.
     begin, end = body.find(_DESCRIPTION), body.find(_AFTER_DESCRIPTION)
     if 0 <= begin < end:
         begin += len(_DESCRIPTION)
         if body.count(b'"', begin, end) == body.count(b'\\"', begin, end):
-            outside = sum(body.count(b, 0, begin) + body.count(b, end) for b in (b"[", b"{"))
-            if outside <= most:
+
+            def outside(*texts: bytes) -> int:
+                return sum(body.count(b, 0, begin) + body.count(b, end) for b in texts)
+
+            if outside(b"[", b"{") <= most and outside(b":") - outside(*_WRITTEN) <= most:
                 return
-    check_containers(body, most, "header")
+    check_containers(body, most, "header", besides=_OF_TENSOR)
 
 
 def _entry(tensor: Tensor) -> dict[str, Any]:

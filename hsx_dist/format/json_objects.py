@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from hsx_dist.errors import AlreadyExists, FormatError, IntegrityError, NotFound
@@ -75,25 +77,53 @@ def json_decoder(*, floats: bool, constants: bool = False) -> json.JSONDecoder:
 #: A string, which may lack its end, or a bracket. It matches at each quote: a search from each quote of a long string
 #: without end would take quadratic time. Repetitions are possessive (``*+``): for others ``re`` keeps 110 bytes each.
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
+#: The same strings. The group has the colon behind a name.
+_STRING_AND_COLON = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?[ \t\n\r]*+(:?)'
 
 
-def check_containers(data: bytes, most: int, what: str) -> None:
-    """Raise ``FormatError`` if the JSON value that ``data`` begins with has more than ``most`` lists and objects.
+def too_many(what: str, most: int, items: str) -> FormatError:
+    return FormatError(
+        f"{what}: expected at most {most} {items}, got more. It was not written by hsx_dist, or is damaged"
+    )
 
-    Parsed, these take the most memory: up to 28 times their text.
+
+def count_members(
+    text: str | bytes, most: int, begin: int = 0, end: int = MAX_NUMBER, *, besides: Sequence[str] = ()
+) -> int:
+    """The number of members of all objects in a JSON text, but not those with a name in ``besides``.
+
+    The count is exact up to ``most``, and ends there.
     """
-    if data.count(b"[") + data.count(b"{") <= most:  # also in strings
-        return
+    skipped = f'"(?:{"|".join(besides)})"[ \\t\\n\\r]*+:|' if besides else ""
+    pattern = skipped + _STRING_AND_COLON
+    found: Iterator[re.Match[Any]]
+    if isinstance(text, str):
+        found = re.compile(pattern, re.DOTALL).finditer(text, begin, end)
+    else:
+        found = re.compile(pattern.encode(), re.DOTALL).finditer(text, begin, end)
+    return sum(1 for _ in islice(filter(itemgetter(1), found), most))
+
+
+def check_containers(data: bytes, most: int, what: str, *, besides: Sequence[str] = ()) -> None:
+    """Raise ``FormatError`` if the JSON value that ``data`` begins with has more than ``most`` lists and objects, or
+    ``data`` has more than ``most`` members.
+
+    Parsed, these take the most memory: up to 28 times their text. ``besides``: as in ``count_members``.
+    """
+    if data.count(b"[") + data.count(b"{") > most:  # also in strings
+        _check_brackets(data, most, what)
+    if data.count(b":") > most and count_members(data, most + 1, besides=besides) > most:
+        raise too_many(what, most, "members of objects")
+
+
+def _check_brackets(data: bytes, most: int, what: str) -> None:
     found = depth = 0
     for token in _STRING_OR_BRACKET.finditer(data):
         bracket = token[0]
         if bracket in b"[{":
             found, depth = found + 1, depth + 1
             if found > most:
-                raise FormatError(
-                    f"{what}: expected at most {most} lists and objects, got more. It was not written by hsx_dist, or "
-                    "is damaged"
-                )
+                raise too_many(what, most, "lists and objects")
         elif bracket in b"]}":
             depth -= 1
             if not depth:

@@ -42,7 +42,7 @@ _LARGEST_ROW = 2**62
 #: A refused row without an id has the label of its file as key, and the row's number behind it.
 MAX_ROW_KEY = MAX_LABEL + 32
 _PART = re.compile(r"[!-~]{1,1024}")
-#: A row of a receipt, which is a list, takes at least 25 bytes. A receipt has few other lists and objects.
+#: A row of a receipt, which is a list, takes at least 25 bytes. A receipt has few other lists, objects and members.
 _FEW, _BYTES_OF_A_ROW = 64, 16
 _Json = dict[str, Any]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hsx_dist.errors import FormatError
+from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format import description_text
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.codecs import SplitCodec
@@ -80,6 +80,33 @@ def test_a_segment_with_very_many_lists_is_refused() -> None:
             parse_header(changed(store, text), 100)
 
 
+def test_an_object_with_very_many_members_is_refused() -> None:
+    store = part_of([1])
+    value = ",".join(f'"{i}":0' for i in range(MOST_CONTAINERS + 1))
+    for place, more in (('"x":1', f',"y":{{{value}}}'), ('"meta":{', f"{value},"), ('"about":{', value)):
+        text = described(store).replace(place, place + more)
+        with pytest.raises(FormatError, match=f"expected at most {MOST_CONTAINERS} members of objects, got more"):
+            parse_header(changed(store, text), 100)
+
+
+def test_a_header_with_more_members_than_its_tensors_need_is_refused() -> None:
+    many = ",".join(f'"{i}":0' for i in range(100_000))
+    own = f'{{"__metadata__":{{"format":"hsx/1","hsx":"a","hsx_crc32c":"00000000"}},"x":{{{many}}}}}'
+    names = ",".join(f'"{chr(256 + i)}\\"dtype":0' for i in range(1_500))
+    for body in (f"{{{many}}}", own, own.replace('"a"', '"a\\\\"'), own.replace(many, names)):
+        with pytest.raises(FormatError, match=r"header: expected at most \d+ members of objects, got more"):
+            parse_header(body.encode(), 0)
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (" , ", " : ")])
+def test_a_table_of_very_many_tensors_has_few_members(separators: tuple[str, str]) -> None:
+    entry = {"dtype": "U8", "shape": [], "data_offsets": [0, 0]}
+    table = {str(i): entry for i in range(50_000)}
+    for body in (table, {"__metadata__": {"format": "hsx/1", "hsx": "{:}" * 99, "hsx_crc32c": "0"}, **table}):
+        with pytest.raises((FormatError, IntegrityError), match=r"expected a part of hsx_dist|expected crc32c"):
+            parse_header(json.dumps(body, separators=separators).encode(), 0)
+
+
 def test_a_header_with_more_lists_than_its_tensors_need_is_refused() -> None:
     many = ",".join(['{"":0}'] * 100_000)
     own = f'{{"__metadata__":{{"format":"hsx/1","hsx":"a","hsx_crc32c":"00000000"}},"x":[{many}]}}'
@@ -88,8 +115,8 @@ def test_a_header_with_more_lists_than_its_tensors_need_is_refused() -> None:
             parse_header(body.encode(), 0)
 
 
-def test_brackets_in_strings_are_no_lists() -> None:
-    value = "[{" * MOST_CONTAINERS + '\\"'
+def test_brackets_and_colons_in_strings_are_not_counted() -> None:
+    value = "[{" * MOST_CONTAINERS + '\\"' + '":' * MOST_CONTAINERS
     part = Part.open(part_of([value, 1]), "p")
     assert part.segments[0].segment.meta["metadata"] == {"x": value}
 
@@ -99,7 +126,7 @@ def test_brackets_are_counted_in_little_memory() -> None:
     # tracemalloc does not see memory that ``re`` allocates.
     code = (
         "import resource; from hsx_dist.format.json_objects import check_containers\n"
-        "text = b'\"' + b'\\\\n' * (1 << 21) + b'[' * 9\n"
+        "text = b'\"' + b'\\\\n' * (1 << 21) + b':' * 9 + b'[' * 9\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "check_containers(text, 8, 'x')\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)"
@@ -111,7 +138,7 @@ def test_brackets_are_counted_in_little_memory() -> None:
 def test_brackets_are_counted_in_linear_time() -> None:
     """A string without end has a quote at every second byte."""
     begin = time.process_time()
-    check_containers(b'"' + b'\\"' * (1 << 20) + b"[" * 9, 8, "x")
+    check_containers(b'"' + b'\\"' * (1 << 20) + b"[:" * 9, 8, "x")
     assert time.process_time() - begin < 5
 
 

@@ -131,12 +131,14 @@ def test_a_later_read_finds_receipts_of_more_digits(last: int, new: int) -> None
 
 
 def test_receipts_that_are_refused_take_the_memory_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One has a hundred thousand objects in an unknown member. Others are long, and no receipts."""
+    """Some have a hundred thousand objects or members in an unknown member. Others are long, and no receipts."""
     store = MemoryStore()
-    body = receipt().to_json()[:-2].partition(b'"receipt":')[2] + b',"x":[' + b'{"":0},' * 100_000 + b"0]}"
-    nested = b'{"crc32c":"' + crc32c_hex(crc32c(body)).encode() + b'","receipt":' + body + b"}"
-    with pytest.raises(FormatError, match=r"expected at most .* lists and objects, got more"):
-        Receipt.from_json(nested)
+    wide = b"{" + b",".join(b'"%d":0' % i for i in range(100_000)) + b"}"
+    for more, what in (b"[" + b'{"":0},' * 100_000 + b"0]", "lists and objects"), (wide, "members of objects"):
+        body = receipt().to_json()[:-2].partition(b'"receipt":')[2] + b',"x":' + more + b"}"
+        refused = b'{"crc32c":"' + crc32c_hex(crc32c(body)).encode() + b'","receipt":' + body + b"}"
+        with pytest.raises(FormatError, match=f"expected at most .* {what}, got more"):
+            Receipt.from_json(refused)
     for number in range(1, 41):
         store.put(receipt_name(1, "w", number), [bytes(2 << 20)])
 
@@ -156,7 +158,7 @@ def test_receipts_that_are_refused_take_the_memory_of_a_few(monkeypatch: pytest.
 
 
 def test_a_key_of_brackets_is_no_list() -> None:
-    made = replace(receipt(), rows=(RowFate("[{" * 5000 + '"\\', 1, "refused", "[" * 5000, 1),))
+    made = replace(receipt(), rows=(RowFate("[{:" * 2500 + '"\\', 1, "refused", "[" * 5000, 1),))
     assert Receipt.from_json(made.to_json()) == made
 
 
