@@ -80,6 +80,39 @@ def test_a_row_of_many_small_values_is_refused_before_it_is_parsed(tmp_path: Pat
     assert held < 24 << 20
 
 
+def test_a_row_of_many_members_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    """Each takes 200 bytes, also when its text has ten."""
+    path = tmp_path / "in.jsonl"
+    members = ",".join(f'"{i:06}":1' for i in range(360_000))
+    path.write_text(f'{{"text": "a", "x": {{{members}}}}}\n')
+    (fate,), held = _rows(path, max_row_bytes="4MiB")
+    assert isinstance(fate, RowFate)
+    assert "input.max_row_bytes" in fate.reason
+    assert held < 24 << 20
+
+
+@pytest.mark.parametrize("kind", [bytes, str])
+def test_long_chats_with_tools_fit_a_row(kind: type) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "find", "arguments": json.dumps({"a": "b: c"})}}
+    chat = [
+        {
+            "role": "user",
+            "content": "At 12:30:00 see https://example.com: it says {a: 1}; then answer my question. " * 4,
+        },
+        {"role": "assistant", "content": "I look it up now: one moment please.", "tool_calls": [call]},
+        {
+            "role": "tool",
+            "tool_call_id": "call_1",
+            "content": json.dumps({"found": "12:31:00", "text": "some words " * 50}),
+        },
+    ]
+    row = json.dumps({"messages": chat * 14_000})
+    assert 15 << 20 < len(row) < 16 << 20
+    assert cost_of_json(row if kind is str else row.encode()) < most_cost(16 << 20)
+    text = json.dumps({"text": "12:30:00 " * (1_700_000)})
+    assert cost_of_json(text if kind is str else text.encode()) < most_cost(16 << 20)
+
+
 def test_two_million_tokens_fit_a_row() -> None:
     assert cost_of_json(b'{"token_ids": [' + b"123456," * 2_000_000 + b"1]}") < most_cost(16 << 20)
     assert cost_of_json(b'{"text": "' + b"a, b. " * (2 << 20) + b'"}') < most_cost(16 << 20)
