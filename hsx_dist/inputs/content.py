@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hsx_dist.connector.request_params import MAX_METADATA_BYTES
@@ -21,27 +21,68 @@ def as_messages(value: Any, name: str, most: int) -> Any:
     """Return messages in the form of chat templates: a list of mappings with ``role`` and ``content``.
 
     Parses a JSON text, as tables often contain. Renames ShareGPT's ``from`` and ``value``. Leaves out null members,
-    because a table has every member in every row. Returns a value that is not a list unchanged.
+    because a table has every member in every row. Gives calls and thoughts the form that vLLM's server gives them
+    before it renders a chat. Returns a value that is not a list unchanged.
+
+    A row's hash is of this form. So a resume finds stored samples whose prompt was rendered from another form.
 
     Args:
         most: ``input.max_row_bytes``, the limit of a JSON text.
 
     Raises:
-        InputError: a value has no JSON form, or is nested too deeply; a JSON text is too large.
+        InputError: a value has no JSON form, or is nested too deeply; a JSON text is too large; the arguments of a call
+            are no object.
     """
     if isinstance(value, str):
         value = _parsed(value, name, most)
     if not isinstance(value, list):
         return value
-    return [_message(m) if isinstance(m, dict) else m for m in chat_value(value, name)]
+    messages = [_message(m) if isinstance(m, dict) else m for m in chat_value(value, name)]
+    functions = list(_called(messages))
+    texts = [f["arguments"] for f in functions if isinstance(f.get("arguments"), str)]
+    _require_bounded(texts, f"{name}: arguments of calls", most)
+    for function in functions:
+        function["arguments"] = _arguments(function, name, most)
+    return chat_value(messages, name) if texts else messages
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
+    message = {k: _without_null(v) for k, v in message.items() if k == "content" or v is not None}
     if "role" not in message and isinstance(message.get("from"), str):
-        role = message["from"]
-        rest = {k: v for k, v in message.items() if k not in ("from", "value")}
-        message = {"role": _SHAREGPT.get(role, role), "content": message.get("value"), **rest}
-    return {k: _without_null(v) for k, v in message.items() if k == "content" or v is not None}
+        role = message.pop("from")
+        content = message.pop("content", None)
+        content = message.pop("value", None) if content is None else content
+        message = {"role": _SHAREGPT.get(role, role), "content": content, **message}
+    if not message.get("tool_calls", True):
+        del message["tool_calls"]  # templates take an empty list for calls
+    thoughts = message.get("reasoning", message.get("reasoning_content"))
+    if thoughts is not None and message.get("role") == "assistant":
+        message |= {"reasoning": thoughts, "reasoning_content": thoughts}  # each template knows one of these names
+    return message
+
+
+def _called(messages: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the functions of calls: mappings that have, or should have, ``name`` and ``arguments``."""
+    for message in messages:
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        for call in calls if isinstance(calls, list) else []:
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(function, dict):
+                yield function
+
+
+def _arguments(function: dict[str, Any], name: str, most: int) -> dict[str, Any]:
+    """Return a call's arguments as an object. OpenAI's calls have them as a JSON text, which templates encode again."""
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, f"{name}: arguments of a call", most)
+    if not isinstance(arguments, dict):
+        got = "a text that is not JSON" if isinstance(arguments, str) else kind_of(arguments)
+        raise InputError(
+            f"{name}: expected the arguments of a call as an object, or as its JSON text, got {got} in a call of "
+            f"{shown(function.get('name'))}. Correct the call"
+        )
+    return arguments
 
 
 def _without_null(value: Any) -> Any:
@@ -63,17 +104,22 @@ def as_tools(value: Any, name: str, most: int) -> list[Any] | None:
 
 
 def _parsed(text: str, name: str, most: int) -> Any:
-    if len(text) > most or cost_of_json(text) > most_cost(most):
-        raise InputError(
-            f"{name}: expected a JSON text of at most {most} bytes (input.max_row_bytes), got {len(text)} characters "
-            "or too many values. Split the row"
-        )
+    _require_bounded([text], name, most)
     try:
         return row_json(text)
     except InputError as e:
         raise InputError(f"{name}: {e}") from None
     except (ValueError, RecursionError):
         return text
+
+
+def _require_bounded(texts: list[str], name: str, most: int) -> None:
+    size = sum(map(len, texts))
+    if size > most or sum(map(cost_of_json, texts)) > most_cost(most):
+        raise InputError(
+            f"{name}: expected a JSON text of at most {most} bytes (input.max_row_bytes), got {size} characters "
+            "or too many values. Split the row"
+        )
 
 
 def mask_of(value: Any, name: str) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hsx_dist.errors import InputError
+from hsx_dist.inputs.chat_members import require_text_and_calls
 from hsx_dist.inputs.row_values import kind_of, shown
 
 #: Stands for a text of a message (of the whole content, or of a part), or for a name of a function.
@@ -14,8 +15,6 @@ _MARK = "hsx{}{}{}mark"
 _FOUND = re.compile(r"hsx\d+(?:text|part|call|tool)\d+mark")
 #: A part's mark in the Python code of a list.
 _AS_CODE = re.compile(r"(?:'text': |\[|, )'hsx\d+part\d+mark'")
-#: Types of parts that are no text. A job gives the engine tokens alone.
-_MEDIA = re.compile(r"(input_)?(image|audio|video|file)(_url)?")
 
 RenderWithTools = Callable[[list[dict[str, Any]], list[Any] | None], str]
 
@@ -37,15 +36,10 @@ def require_rendered(messages: list[dict[str, Any]], tools: list[Any] | None, re
         render: messages, tools → text.
 
     Raises:
-        InputError: a text, a call or a tool is missing, or Python code is in its place; a part is an image, a sound or
-            a video. Also raises any error of ``render``.
+        InputError: a text, a call or a tool is missing, or Python code is in its place; a message has something else
+            than texts and calls. Also raises any error of ``render``.
     """
-    for i, message in enumerate(messages):
-        if media := _media_of(message.get("content")):
-            raise InputError(
-                f"expected messages of text, got a part of type {media} in message {i}. A job extracts text alone. "
-                "Remove the part, or the row"
-            )
+    require_text_and_calls(messages)
     if any(message.get("content") is None for message in messages):
         _require_no_none(messages, tools, render)
     marks = [_marks(i, message.get("content")) for i, message in enumerate(messages)]
@@ -123,19 +117,13 @@ def _with_names(functions: Any, prefix: str) -> tuple[Any, list[str]]:
     return found, names
 
 
-def _media_of(content: Any) -> str:
-    parts = content if isinstance(content, list) else []
-    types = (part.get("type") for part in parts if isinstance(part, dict))
-    return next((kind for kind in types if isinstance(kind, str) and _MEDIA.fullmatch(kind)), "")
-
-
 def _text_of(part: Any) -> str:
     text = part.get("text") if isinstance(part, dict) else part
     return text if isinstance(text, str) and text.strip() else ""
 
 
 def _marks(i: int, content: Any) -> list[str]:
-    """Return a mark for each text. Parts without a text get one mark too, to find whether they are printed as code."""
+    """Return a mark for each text. Parts of blanks get one mark too, to find whether they are printed as code."""
     kind = "part" if isinstance(content, list) else "text"
     return [_MARK.format(i, kind, n) for n in range(len(texts_of(content)) or (kind == "part" and len(content) > 0))]
 

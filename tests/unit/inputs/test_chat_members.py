@@ -1,0 +1,181 @@
+"""Messages whose parts a template would ignore are refused, and calls are rendered as vLLM's server renders them."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import InputError
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs.encode import RowEncoder, load_tokenizer
+from hsx_dist.inputs.rows import Row, rows_from
+from hsx_dist.models.builtin import smollm2
+
+USER: dict[str, Any] = {"role": "user", "content": "hello"}
+ANSWER: dict[str, Any] = {"role": "assistant", "content": "fine"}
+#: The styles of Gemma 3 and Qwen2.5: parts of text and media, and calls.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}{{ m.reasoning_content }}{% endif %}"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content or [] %}{% if 'image' in part %}"
+    "<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% if m.tool_calls is defined %}<tool_calls>"
+    "{% for call in m.tool_calls %}{% if call.function %}{% set call = call.function %}{% endif %}"
+    '{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}{% endfor %}{% endif %}<|im_end|>\n'
+    "{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    found = load_tokenizer(str(smollm2()))
+    found.chat_template = TEMPLATE
+    return found
+
+
+def row_of(*messages: dict[str, Any]) -> Any:
+    (row,) = rows_from([{"messages": deepcopy(list(messages))}], InputConfig())
+    return row
+
+
+def prompt(tokenizer: Any, *messages: dict[str, Any]) -> str:
+    row = row_of(*messages)
+    assert isinstance(row, Row), row
+    return str(tokenizer.decode(RowEncoder(tokenizer, 1000).encode(row).token_ids))
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    function = {"name": "f", **({} if arguments is ... else {"arguments": arguments})}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    ("message", "got"),
+    [
+        ({"role": "user", "value": "a"}, "got 'value', a string"),
+        ({"role": "user", "text": "a"}, "got 'text', a string"),
+        ({"role": "user", "parts": [{"text": "a"}]}, "got 'parts', a list"),
+        ({"from": "human", "text": "a"}, "got 'text', a string"),
+        ({"from": "human", "value": "a", "content": "b"}, "got 'value', a string"),
+        ({**ANSWER, "function_call": {"name": "f", "arguments": "{}"}}, "got 'function_call', an object"),
+        ({**ANSWER, "audio": {"id": "a"}}, "got 'audio', an object"),
+        ({**ANSWER, "audio": [0.5, 0.25]}, "got 'audio', a list"),
+        ({**ANSWER, "refusal": "no"}, "got 'refusal', a string"),
+        ({**ANSWER, "reasoning": ["a"]}, "expected reasoning of message 1 to be a string, got a list"),
+        ({**ANSWER, "tool_calls": {"name": "f"}}, "expected tool_calls of message 1 to be a list, got an object"),
+        ({**ANSWER, "tool_calls": '[{"name": "f"}]'}, "expected tool_calls of message 1 to be a list, got a string"),
+        ({**ANSWER, "tool_calls": ["f"]}, "to be calls of named functions, got a string"),
+        ({**ANSWER, "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}, "got a call of type 'custom'"),
+        ({**ANSWER, "tool_calls": [{"name": "f", "parameters": {"a": 1}}]}, "got 'parameters', an object"),
+        ({**ANSWER, "tool_calls": [{"function": {"name": "f"}, "output": "a"}]}, "got 'output', a string"),
+    ],
+)
+def test_a_member_that_a_template_would_ignore_is_refused(tokenizer: Any, message: dict[str, Any], got: str) -> None:
+    with pytest.raises(InputError) as error:
+        prompt(tokenizer, USER, message, ANSWER)
+    assert got in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "got"),
+    [
+        *(({"type": kind}, f"got a part of type '{kind}'") for kind in ("image", "image_url", "input_audio")),
+        *(({"type": kind, kind: "a"}, f"got a part of type '{kind}'") for kind in ("image_embeds", "image_pil")),
+        ({"type": "tool_use", "name": "f", "input": {}}, "got a part of type 'tool_use'"),
+        ({"type": "tool_result", "content": "a"}, "got a part of type 'tool_result'"),
+        ({"type": "refusal", "refusal": "a"}, "got a part of type 'refusal'"),
+        ({"type": "text", "content": "a"}, "got 'content', a string"),
+        ({"type": "text"}, "expected a part of message 1 to have a text, got null"),
+        ({"image": "cat.png"}, "got 'image', a string"),
+        ({"text": "a", "image_url": {"url": "cat.png"}}, "got 'image_url', an object"),
+        (["a"], "expected message 1 to have parts of text, got a list"),
+    ],
+)
+def test_a_part_that_is_no_text_is_refused(tokenizer: Any, part: Any, got: str) -> None:
+    with pytest.raises(InputError) as error:
+        prompt(tokenizer, USER, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}, ANSWER)
+    assert got in str(error.value)
+
+
+def test_members_that_are_empty_or_describe_a_message_are_accepted(tokenizer: Any) -> None:
+    """OpenAI's files for fine-tuning, tables with null members, WildChat, and axolotl's flags."""
+    plain = prompt(tokenizer, USER, ANSWER)
+    for more in (
+        {"weight": 1, "name": "Ann"},
+        {"refusal": None, "audio": None, "annotations": [], "function_call": None, "tool_calls": None},
+        {"function_call": {"name": None, "arguments": ""}, "tool_calls": []},
+        {"toxic": False, "language": "English", "header": {"user-agent": "x"}, "turn_identifier": 1},
+        {"train": True, "score": 0.5},
+    ):
+        assert prompt(tokenizer, {**USER, **more}, {**ANSWER, **more}) == plain
+    shared = {"from": "human", "value": "hello", "weight": None, "role": None, "content": None}
+    assert prompt(tokenizer, shared, {"from": "gpt", "value": "fine", "weight": 1}) == plain
+    parts = [{"type": "text", "text": "hello", "image_url": None, "cache_control": {"type": "ephemeral"}}]
+    assert prompt(tokenizer, {"role": "user", "content": parts}, ANSWER) == plain
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ANSWER,
+        *(called(arguments) for arguments in ('{"city": "Rome"}', '{"a": null}', {"b": 1, "a": [2]}, "", None, ...)),
+        {**ANSWER, "tool_calls": []},
+        {**ANSWER, "reasoning": "so"},
+        {"role": "tool", "tool_call_id": "1", "name": "f", "content": "a"},
+    ],
+)
+def test_the_prompt_is_that_of_vllms_server(tokenizer: Any, message: dict[str, Any]) -> None:
+    chat_utils = pytest.importorskip("vllm.renderers.chat_utils")
+    from vllm.config import ModelConfig
+
+    messages = deepcopy([USER, message, ANSWER])
+    served, _, _ = chat_utils.parse_chat_messages(messages, ModelConfig(model=str(smollm2())), "string")
+    assert prompt(tokenizer, USER, message, ANSWER) == tokenizer.apply_chat_template(served, tokenize=False)
+
+
+def test_both_names_of_thoughts_reach_the_template(tokenizer: Any) -> None:
+    """vLLM's server renames ``reasoning_content`` of a request, and gives a template both names."""
+    both = [row_of(USER, {**ANSWER, name: "so"}).messages[1] for name in ("reasoning", "reasoning_content")]
+    assert both == [{**ANSWER, "reasoning": "so", "reasoning_content": "so"}] * 2
+    assert "so" in prompt(tokenizer, USER, {**ANSWER, "reasoning": "so"})
+
+
+def test_a_call_without_a_function_member_has_its_arguments_parsed(tokenizer: Any) -> None:
+    bare = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": '{"a": 1}'}]}
+    assert prompt(tokenizer, USER, bare) == prompt(tokenizer, USER, called({"a": 1}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "got"),
+    [
+        ("{", "got a text that is not JSON in a call of 'f'"),
+        ("[1]", "got a list in a call of 'f'"),
+        ([1], "got a list in a call of 'f'"),
+        ('{"a": 1, "a": 2}', "expected each member of a JSON object once, got 'a' twice"),
+        ('{"a": "\\ud800"}', "expected valid Unicode"),
+        ('{"a":' + "[" * 70 + "]" * 70 + "}", "nested at most 64 deep"),
+    ],
+)
+def test_arguments_that_are_no_object_are_refused(arguments: Any, got: str) -> None:
+    row = row_of(USER, called(arguments))
+    assert isinstance(row, RowFate)
+    assert got in row.reason
+
+
+def test_the_arguments_of_all_calls_together_are_bounded() -> None:
+    text = json.dumps({"a": [[]] * 20_000})
+    chat = [called(text) for _ in range(2)]
+    one, two = (next(rows_from([{"messages": m}], InputConfig(max_row_bytes="160KiB"))) for m in (chat[:1], chat))
+    assert isinstance(one, Row)
+    assert isinstance(two, RowFate)
+    assert "messages: arguments of calls: expected a JSON text of at most" in two.reason
+
+
+def test_a_rows_hash_has_the_arguments_as_they_are_rendered() -> None:
+    """A sample that was rendered with the text of its arguments has another hash, so a resume refuses it."""
+    text, parsed = row_of(USER, called('{"a": 1}')), row_of(USER, called({"a": 1}))
+    assert text.content == parsed.content
+    assert text.content != Row(text.key, 0, messages=[USER, called('{"a": 1}')]).content
+    assert row_of(USER, ANSWER).content == Row("0", 0, messages=[USER, ANSWER]).content
