@@ -11,6 +11,7 @@ from hsx_dist.config import ExtractConfig, public_url
 from hsx_dist.errors import ConfigError, InputError
 from hsx_dist.inputs.loss_mask import mask_of_spans, spans_of_roles
 from hsx_dist.inputs.rendered import require_rendered
+from hsx_dist.inputs.row_values import shown
 from hsx_dist.inputs.rows import Row
 
 #: Limit of the characters that are rendered to derive one row's loss mask. For the time that a message takes, each
@@ -87,7 +88,7 @@ class RowEncoder:
     """Encodes rows as token ids, and refuses rows that the model cannot take.
 
     ``max_tokens`` is the longest prompt that the engine accepts (vLLM: ``max_model_len - 1``); ``vocab_size`` bounds
-    the ids of ``token_ids`` rows (default: the tokenizer's size).
+    the ids of every row (default: the tokenizer's size).
 
     Raises:
         ConfigError: a loss mask must be derived, and the tokenizer does not map tokens to characters.
@@ -123,13 +124,14 @@ class RowEncoder:
         """
         mask: Sequence[int] | None = None
         if row.token_ids is not None:
-            ids = self._checked(row.token_ids)
+            ids = list(row.token_ids)
         elif row.messages is not None:
             ids, mask = self._chat(row)
         else:
             ids = self._text(row.text or "")
         if not ids:
             raise InputError("expected at least one token, got none after tokenising. Remove the row")
+        self._require_known(ids, given=row.token_ids is not None)
         mask = self._mask(row, ids, mask)
         self._check_length(ids)
         ids, mask = ids[: self._limit], None if mask is None else mask[: self._limit]
@@ -230,14 +232,18 @@ class RowEncoder:
         spans = spans_of_roles(whole, messages, self.rules.loss_roles or (), render)
         return ids, mask_of_spans(whole, ids, encoded["offset_mapping"], spans, self._special)
 
-    def _checked(self, ids: list[int]) -> list[int]:
-        for i, token in enumerate(ids):
-            if not 0 <= token < self.vocab_size:
-                raise InputError(
-                    f"expected token ids below {self.vocab_size}, the model's vocabulary, got {token} at position "
-                    f"{i}; tokenise with this model's tokenizer"
-                )
-        return list(ids)
+    def _require_known(self, ids: list[int], *, given: bool) -> None:
+        # vLLM takes an id of its padded embeddings, of which the model knows nothing. A larger id ends the engine.
+        if min(ids) >= 0 and max(ids) < self.vocab_size:
+            return
+        at, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < self.vocab_size)
+        expected = f"expected token ids below {self.vocab_size}, the model's vocabulary, got {token} at position {at}"
+        if given:
+            raise InputError(f"{expected}; tokenise with this model's tokenizer")
+        raise InputError(
+            f"{expected}: the tokenizer adds {shown(self.tokenizer.convert_ids_to_tokens(token))}. Remove it from the "
+            "row and the chat template, use the model's own tokenizer, or resize the model's embeddings"
+        )
 
 
 def _ints(ids: Any) -> list[int]:

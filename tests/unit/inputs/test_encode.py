@@ -63,6 +63,26 @@ def test_token_ids_out_of_the_vocabulary(tokenizer: Any) -> None:
     assert RowEncoder(tokenizer, 10, vocab_size=8).encode(Row("k", 0, token_ids=[6])).token_ids == [6]
 
 
+@pytest.mark.parametrize("roles", [None, ("assistant",)])
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_tokenizer_with_more_tokens_than_the_model(
+    folder: Path, fast: bool, roles: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM pads embeddings: an id of the padding gives states that mean nothing."""
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.add_tokens(["<extra>"])
+    encoder = RowEncoder(tokenizer, 20, vocab_size=6, rules=RowRules(loss_roles=roles if fast else None))
+    monkeypatch.setattr(type(tokenizer), "is_fast", fast)
+    answer = {"role": "assistant", "content": "c"}
+    for row in (
+        Row("k", 0, text="a <extra>", loss_mask=[0, 1, 1]),
+        Row("k", 0, messages=[{"role": "user", "content": "<extra>"}, answer]),
+        Row("k", 0, messages=[{"role": "user", "content": "<extra>"}, answer], loss_mask=[0, 0, 0, 1]),
+    ):
+        with pytest.raises(InputError, match=r"below 6, .*, got 6 at position \d: the tokenizer adds '<extra>'\. Rem"):
+            encoder.encode(row)
+
+
 def test_nothing_left_after_tokenising(tokenizer: Any) -> None:
     with pytest.raises(InputError, match="at least one token"):
         RowEncoder(tokenizer, 10, {"chat_template": " "}).encode(
