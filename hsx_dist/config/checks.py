@@ -30,6 +30,7 @@ _REFUSED_SAMPLING_PARAMS = {
 }
 _REFUSED_CHAT_KWARGS = frozenset(
     {"conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length"}
+    | {"tokenizer_kwargs"}
 )
 
 

@@ -18,6 +18,12 @@ from hsx_dist.inputs.rows import Row
 #: rendered message counts as ``_MESSAGE_COST`` more.
 _MAX_RENDERED = 1 << 30
 _MESSAGE_COST = 256
+#: A row's text may have this many characters for each token that a row may have, and at least 256 Ki. A tokenizer takes
+#: hundreds of bytes of memory for each token.
+_CHARACTERS_PER_TOKEN = 64
+_FREE_CHARACTERS = 1 << 18
+#: Options with which ``apply_chat_template`` tokenises: the template has written the special tokens already.
+_AS_RENDERED = {"add_special_tokens": False}
 
 
 class TooLong(InputError):
@@ -133,7 +139,7 @@ class RowEncoder:
             raise InputError("expected at least one token, got none after tokenising. Remove the row")
         self._require_known(ids, given=row.token_ids is not None)
         mask = self._mask(row, ids, mask)
-        self._check_length(ids)
+        self._check_length(len(ids))
         ids, mask = ids[: self._limit], None if mask is None else mask[: self._limit]
         if mask is not None and not any(mask) and not self.rules.include_output_tokens:
             raise InputError(
@@ -146,10 +152,13 @@ class RowEncoder:
     def _limit(self) -> int:
         return min(self.max_tokens, self.rules.max_length or self.max_tokens)
 
-    def _check_length(self, ids: list[int]) -> None:
-        if len(ids) > self._limit and self.rules.too_long != "truncate":
+    def _check_length(self, length: int) -> None:
+        self._require_at_most(self._limit, length, "tokens")
+
+    def _require_at_most(self, most: int, got: int, what: str) -> None:
+        if got > most and self.rules.too_long != "truncate":
             raise TooLong(
-                f"expected at most {self._limit} tokens, got {len(ids)}. Shorten the row, set input.too_long="
+                f"expected at most {most} {what}, got {got}. Shorten the row, set input.too_long="
                 "truncate, or extract it with a larger input.max_length or engine_kwargs.max_model_len into another run"
             )
 
@@ -173,10 +182,18 @@ class RowEncoder:
 
     def _text(self, text: str) -> list[int]:
         try:
-            # verbose=False: else the tokenizer warns of each text above its own limit, which may not be the model's.
-            return _ints(self.tokenizer(text, verbose=False)["input_ids"])
+            return _ints(self._tokenised(text)["input_ids"])
+        except InputError:
+            raise
         except Exception as e:
             raise InputError(f"expected text that the tokenizer accepts, got {_error_text(e)}. Correct the row") from e
+
+    def _tokenised(self, text: str, **options: Any) -> Any:
+        # Without memory a tokenizer ends its process.
+        most = max(_FREE_CHARACTERS, self._limit * _CHARACTERS_PER_TOKEN)
+        self._require_at_most(most, len(text), f"characters for {self._limit} tokens")
+        # verbose=False: else the tokenizer warns of each text above its own limit, which may not be the model's.
+        return self.tokenizer(text, verbose=False, **options)
 
     def _chat(self, row: Row) -> tuple[list[int], bytes | None]:
         messages = row.messages or []
@@ -184,10 +201,13 @@ class RowEncoder:
         try:
             # A template is a program of the model's author, and may raise any error.
             require_rendered(messages, row.tools, partial(self._rendered, options))
-            if not self.rules.loss_roles or row.loss_mask is not None:
+            if not getattr(self.tokenizer, "is_fast", False):  # it may have no template, as Mistral's own tokenizer
                 ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
                 return _ints(ids), None
-            return self._chat_with_mask(messages, options)
+            whole = self._rendered(options, messages, None)
+            if self.rules.loss_roles and row.loss_mask is None:
+                return self._chat_with_mask(whole, messages, options)
+            return _ints(self._tokenised(whole, **_AS_RENDERED)["input_ids"]), None
         except InputError:
             raise
         except Exception as e:
@@ -209,7 +229,9 @@ class RowEncoder:
             options["tools"] = row.tools
         return options
 
-    def _chat_with_mask(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[list[int], bytes]:
+    def _chat_with_mask(
+        self, whole: str, messages: list[dict[str, Any]], options: dict[str, Any]
+    ) -> tuple[list[int], bytes]:
         left = _MAX_RENDERED
 
         def render(some: list[dict[str, Any]], header: bool) -> str:
@@ -224,11 +246,9 @@ class RowEncoder:
                 )
             return text
 
-        whole = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        # No special tokens are added, as in apply_chat_template: the template has written them already.
-        encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = self._tokenised(whole, **_AS_RENDERED, return_offsets_mapping=True)
         ids = _ints(encoded["input_ids"])
-        self._check_length(ids)  # before prefixes are rendered, which takes minutes for a long row
+        self._check_length(len(ids))  # before prefixes are rendered, which takes minutes for a long row
         spans = spans_of_roles(whole, messages, self.rules.loss_roles or (), render)
         return ids, mask_of_spans(whole, ids, encoded["offset_mapping"], spans, self._special)
 

@@ -248,6 +248,31 @@ def test_too_long_rows_are_truncated_or_refused(tokenizer: Any) -> None:
         RowEncoder(tokenizer, 10, rules=RowRules(max_length=1, too_long="truncate")).encode(row)
 
 
+@pytest.mark.parametrize("roles", [None, ("assistant",)])
+def test_a_far_too_long_text_is_refused_before_it_is_tokenised(tokenizer: Any, roles: Any) -> None:
+    def never(text: str, **options: Any) -> Any:
+        raise AssertionError(f"tokenised {len(text)} characters")
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        __call__ = staticmethod(never)
+
+    def rows(characters: int) -> list[Row]:
+        chat = [{"role": "user", "content": "5" * characters}, {"role": "assistant", "content": "a"}]
+        return [Row("k", 0, text="5" * characters), Row("k", 0, messages=chat)]
+
+    encoder = RowEncoder(Counted(), 50, vocab_size=1000, rules=RowRules(loss_roles=roles))
+    for row in rows(262_145):
+        with pytest.raises(TooLong, match=r"at most 262144 characters for 50 tokens, got 262\d\d\d\."):
+            encoder.encode(row)
+    with pytest.raises(InputError, match="tokenised 262144 characters"):
+        encoder.encode(rows(262_144)[0])
+    with pytest.raises(InputError, match="tokenised 300000 characters"):  # 5,000 tokens may have 320,000
+        RowEncoder(Counted(), 5000, vocab_size=1000, rules=RowRules()).encode(rows(300_000)[0])
+
+
 def test_an_answer_to_be_generated_gets_its_header(tokenizer: Any) -> None:
     encoder = RowEncoder(tokenizer, 10, rules=RowRules(include_output_tokens=True))
     ask = [{"role": "user", "content": "a"}]
