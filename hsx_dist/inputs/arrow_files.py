@@ -8,7 +8,7 @@ types are removed from it. Each column then has its storage type.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 from uuid import UUID
@@ -93,15 +93,29 @@ def refuse_json(schema: Any) -> None:
     while todo:
         field, name = todo.pop()
         if (field.metadata or {}).get(_NAME) == b"arrow.json":
-            raise FormatError(
-                f"column {name}: expected text, numbers, lists and structures, got Arrow's type arrow.json. Cast the "
-                "column, or write the rows as JSONL"
-            )
+            raise _json_in(name, "Arrow's type arrow.json")
         kind = field.type
         inner = [kind.key_field, kind.item_field] if pa.types.is_map(kind) else []
         if not inner and kind.num_fields:
             inner = [kind.field(i) for i in range(kind.num_fields)]
         todo += [(f, f"{name}.{f.name}") for f in inner]
+
+
+def refuse_parquet_json(leaves: Iterable[Any]) -> None:
+    """Raise FormatError if a Parquet column has the logical type JSON or BSON.
+
+    Without Arrow's schema in the file, Arrow reads such a column as text or bytes.
+    """
+    for leaf in leaves:
+        if leaf.logical_type.type in ("JSON", "BSON"):
+            raise _json_in(leaf.path, f"Parquet's type {leaf.logical_type.type}")
+
+
+def _json_in(name: str, got: str) -> FormatError:
+    return FormatError(
+        f"column {name}: expected text, numbers, lists and structures, got {got}. Cast the column, or write the rows "
+        "as JSONL"
+    )
 
 
 def with_uuids_as_text(batch: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from hsx_dist.errors import ConfigError, FormatError, HsxError, install_extra
-from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, refuse_json, with_uuids_as_text
+from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, refuse_json, refuse_parquet_json, with_uuids_as_text
 from hsx_dist.inputs.decompress import FREE_BYTES, FREE_ROWS, MAX_EXPANSION, MOST_ROWS
 from hsx_dist.inputs.row_cost import cost_of_columns, most_cost
 
@@ -227,6 +227,7 @@ def _parquet(
 ) -> Iterator[Any]:
     parquet = open_parquet(file)
     chosen = _chosen(parquet.schema_arrow.names, columns, needed, shown)
+    refuse_parquet_json(_leaves(parquet.metadata, chosen).values())
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
     _require_counts(parquet.metadata, groups, chosen, shown)
     _require_sizes(parquet.metadata, groups, chosen, file.size, most_decoded)

@@ -522,3 +522,18 @@ def test_columns_of_json_are_refused(tmp_path: Path, form: str, place: str) -> N
         feather.write_feather(found, path)
     with pytest.raises(FormatError, match=r"column .*: expected text, .* got Arrow's type arrow\.json"):
         list(read_rows(InputConfig(path=str(path))))
+
+
+@pytest.mark.parametrize("place", ["text", "messages"])
+def test_parquet_columns_of_json_without_a_schema_of_arrow_are_refused(tmp_path: Path, place: str) -> None:
+    content = pa.ExtensionArray.from_storage(pa.json_(), pa.array(['"plain"']))
+    message = pa.StructArray.from_arrays([content], names=["content"])
+    messages = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), message)
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({place: {"text": content, "messages": messages}[place]}), path, store_schema=False)
+    with pytest.raises(FormatError, match=rf"column {place}.*: expected text, .* got Parquet's type JSON"):
+        list(read_rows(InputConfig(path=str(path))))
+    other = pa.table({"text": ["hi"], "other": content})
+    pq.write_table(other, path, store_schema=False)
+    (row,) = read(path)
+    assert row.text == "hi"
