@@ -135,10 +135,8 @@ def open_parquet(file: io.RawIOBase) -> Any:
     Raises:
         pyarrow.ArrowInvalid, OSError: the file is not Parquet, or its footer is encrypted.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # From version 21 on, pyarrow makes extension types also of Parquet's own logical types.
-    plain = {"arrow_extensions_enabled": False} if int(pa.__version__.split(".")[0]) >= 21 else {}
     # Without pre_buffer, which would fetch whole row groups ahead; with a buffer, pages are fetched one after another.
-    return pq.ParquetFile(file, pre_buffer=False, buffer_size=_BUFFER, **plain)
+    # Parquet's own logical types become no extension types.
+    return pq.ParquetFile(file, pre_buffer=False, buffer_size=_BUFFER, arrow_extensions_enabled=False)

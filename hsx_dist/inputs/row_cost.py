@@ -43,7 +43,7 @@ def cost_of_json(line: bytes | str) -> int:
 
 
 def cost_of_columns(batch: Any, most: int) -> int:
-    """Return about how many bytes ``batch.to_pylist()`` takes, from lengths and offsets alone.
+    """Return about how many bytes the rows of ``batch`` take as Python values, from lengths and offsets alone.
 
     The work is limited by ``most``, not by what the batch refers to: a dictionary of a few KiB in the file may have a
     billion values. If the bytes exceed ``most``, returns some number above ``most``.
@@ -80,8 +80,9 @@ def _cost(values: Any, starts: _Numbers, sizes: _Numbers, most: int) -> int:
         starts, stops = ends[starts].astype(np.int64), ends[starts + sizes].astype(np.int64)
         if is_text:
             return 80 * n + _TEXT_BYTE * int((stops - starts).sum())
-        children = (values.keys, values.items) if types.is_map(kind) else (values.values,)
-        return 120 * n + sum(_cost(child, starts, stops - starts, most) for child in children)
+        if types.is_map(kind):  # becomes a mapping
+            return 250 * n + sum(_cost(child, starts, stops - starts, most) for child in (values.keys, values.items))
+        return 120 * n + _cost(values.values, starts, stops - starts, most)
     at = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(n)
     if types.is_union(kind):
         return _VALUE * n + _cost_of_union(values, at, most)

@@ -301,12 +301,18 @@ def _chosen(there: list[str], columns: Sequence[str], needed: Sequence[str], sho
 
 
 def _records(batch: Any) -> list[Any]:
-    """Return the rows of a record batch as mappings. A row without Python values becomes ``Unreadable``: it has a date
-    after the year 9999, a text that is not UTF-8, nanoseconds, or a deeply nested type."""
+    """Return the rows of a record batch as mappings, and maps as mappings.
+
+    A row without Python values becomes ``Unreadable``. It has a date after the year 9999, a text that is not UTF-8,
+    nanoseconds, a map with a key twice, or a deeply nested type.
+    """
+    # Without maps, Arrow is several times as fast without the option.
+    maps = "strict" if any("map<" in str(kind) for kind in batch.schema.types) else None
     try:
-        found: list[Any] = batch.to_pylist()
+        found: list[Any] = batch.to_pylist(maps_as_pydicts=maps)
         return found
     except Exception as e:  # noqa: BLE001 (each type of Arrow has its own)
         if batch.num_rows == 1:
-            return [Unreadable(f"the row's values cannot be read ({type(e).__name__}). Correct or cast the column")]
+            why = "a map has a key twice" if isinstance(e, KeyError) else type(e).__name__
+            return [Unreadable(f"the row's values cannot be read ({why}). Correct or cast the column")]
         return [row for i in range(batch.num_rows) for row in _records(batch.slice(i, 1))]

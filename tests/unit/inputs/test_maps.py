@@ -1,0 +1,99 @@
+"""Maps of tables are objects, also nested ones."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+
+from hsx_dist.config import InputConfig
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs.row_cost import cost_of_columns
+from hsx_dist.inputs.rows import Row, read_rows
+from hsx_dist.inputs.tables import _records
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+TEXTS = pa.map_(pa.string(), pa.string())
+FUNCTION = pa.struct([("name", pa.string()), ("arguments", TEXTS)])
+MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(FUNCTION))])
+
+
+def _read(path: Path, table: Any, write: Callable[..., object] = pq.write_table) -> list[Row | RowFate]:
+    write(table, path)
+    form = "parquet" if write is pq.write_table else "arrow"
+    return list(read_rows(InputConfig(path=str(path), format=form, id=None, metadata=["tags"])))
+
+
+@pytest.mark.parametrize("write", [pq.write_table, feather.write_feather])
+def test_maps_are_objects_in_order(tmp_path: Path, write: Callable[..., object]) -> None:
+    call = {"name": "get", "arguments": [("to", "Rome"), ("from", "Bari")]}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    tags = [("outer", [{"inner": [("b", [1]), ("a", [])]}])]
+    inner = pa.struct([("inner", pa.map_(pa.string(), pa.list_(pa.int64())))])
+    table = pa.table(
+        {
+            "messages": pa.array([messages], pa.list_(MESSAGE)),
+            "tags": pa.array([tags], pa.map_(pa.string(), pa.list_(inner))),
+        }
+    )
+    (row,) = _read(tmp_path / "in", table, write)
+    assert isinstance(row, Row)
+    assert row.messages is not None
+    assert list(row.messages[0]["tool_calls"][0]["arguments"].items()) == call["arguments"]
+    assert row.metadata == {"tags": {"outer": [{"inner": {"b": [1], "a": []}}]}}
+    assert list(row.metadata["tags"]["outer"][0]["inner"]) == ["b", "a"]
+
+
+def test_a_map_in_a_dictionary_is_an_object() -> None:
+    values = pa.DictionaryArray.from_arrays(pa.array([0, 0]), pa.array([[("a", "b")]], TEXTS))
+    assert _records(pa.record_batch({"tags": values})) == [{"tags": {"a": "b"}}] * 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "reason"),
+    [
+        (["a", "a"], pa.string(), "a map has a key twice"),
+        ([True], pa.bool_(), "expected names of members to be strings, got a boolean"),
+        ([1.5], pa.float64(), "expected names of members to be strings, got a number"),
+        ([b"a"], pa.binary(), "expected names of members to be strings, got bytes"),
+        ([[1]], pa.list_(pa.int8()), "TypeError"),
+    ],
+)
+def test_a_row_without_usable_keys_is_refused(tmp_path: Path, keys: list[Any], kind: Any, reason: str) -> None:
+    tags = pa.array([[(key, 1) for key in keys], []], pa.map_(kind, pa.int8()))
+    refused, row = _read(tmp_path / "in", pa.table({"text": ["a", "b"], "tags": tags}))
+    assert isinstance(refused, RowFate)
+    assert reason in refused.reason
+    assert isinstance(row, Row)
+    assert row.metadata == {"tags": {}}
+
+
+def test_integer_keys_become_text(tmp_path: Path) -> None:
+    tags = pa.array([[(7, 1)]], pa.map_(pa.int32(), pa.int8()))
+    (row,) = _read(tmp_path / "in", pa.table({"text": ["a"], "tags": tags}))
+    assert isinstance(row, Row)
+    assert row.metadata == {"tags": {"7": 1}}
+
+
+@pytest.mark.parametrize("items", [0, 1, 3, 6, 11, 44])
+def test_a_map_takes_no_more_than_its_cost(items: int) -> None:
+    kind, value = pa.int64(), 1 << 40
+    for _ in range(8):
+        kind, value = pa.map_(pa.int64(), kind), [(1000, value)]
+    deep = pa.array([value] * 500, kind)
+    flat = pa.array([[(1000 + i, 2000 + i) for i in range(items)]] * 1000, pa.map_(pa.int64(), pa.int64()))
+    for column in (deep, flat):
+        batch = pa.record_batch({"tags": column})
+        tracemalloc.start()
+        found = _records(batch)
+        used = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert len(found) == len(column)
+        assert used < cost_of_columns(batch, 1 << 40)
