@@ -138,5 +138,12 @@ def open_parquet(file: io.RawIOBase) -> Any:
     import pyarrow.parquet as pq
 
     # Without pre_buffer, which would fetch whole row groups ahead; with a buffer, pages are fetched one after another.
-    # Parquet's own logical types become no extension types.
-    return pq.ParquetFile(file, pre_buffer=False, buffer_size=_BUFFER, arrow_extensions_enabled=False)
+    # Parquet's own logical types become no extension types. As nanoseconds, old times (INT96) after the year 2262 would
+    # become dates before 1970.
+    return pq.ParquetFile(
+        file,
+        pre_buffer=False,
+        buffer_size=_BUFFER,
+        arrow_extensions_enabled=False,
+        coerce_int96_timestamp_unit="us",
+    )

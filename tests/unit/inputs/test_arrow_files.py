@@ -537,3 +537,12 @@ def test_parquet_columns_of_json_without_a_schema_of_arrow_are_refused(tmp_path:
     pq.write_table(other, path, store_schema=False)
     (row,) = read(path)
     assert row.text == "hi"
+
+
+def test_old_times_of_parquet_stay_after_the_year_2262(tmp_path: Path) -> None:
+    """As nanoseconds, 9999 would become 1815. Spark writes the type INT96 by default."""
+    times = pa.array([datetime(9999, 1, 1, 1), datetime(2020, 1, 1, 0, 0, 0, 5)], pa.timestamp("us"))
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": ["a", "b"], "at": times}), path, use_deprecated_int96_timestamps=True)
+    found = [row.metadata["at"] for row in read(path, metadata=["at"])]
+    assert found == ["9999-01-01T01:00:00", "2020-01-01T00:00:00.000005"]
