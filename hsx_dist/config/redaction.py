@@ -30,11 +30,13 @@ _PARAMETER_ENDS = re.compile(r"[&\s'\"<>]|\\u0026|\Z")
 #: A name and a quoted value, or a list of them: ``'name': 'value'``, ``"name": ["value"]``, ``name='value'``,
 #: ``('name', 'value')``. The quotes of JSON within JSON have backslashes.
 _SETTING = re.compile(
-    r"(?<![\w.-])([\w.-]{1,100})(?:(?:\\*['\"])?\s{0,40}[:=]|\\*['\"]\s{0,40}(,))\s{0,40}([\[({]\s{0,40})?[bu]?(\\*['\"])"
+    r"(?<![\w.-])([\w.-]{1,100})(?:(?:\\*['\"])?\s{0,40}[:=]|\\*['\"]\s{0,40}(,))\s{0,40}([\[({]\s{0,40})?"
+    r"(?i:[bfru]{0,2})(\\*(?:'''|\"\"\"|['\"]))"
 )
-_NEXT_VALUE = re.compile(r"\s{0,40},\s{0,40}[bu]?(\\*['\"])")
+#: The next quoted text of a list or of an object, also the name of its next member.
+_NEXT_VALUE = re.compile(r"[^'\"\\\])}]{0,200}(\\*['\"])")
 _IS_NAME = re.compile(r"\\*['\"]\s{0,40}[:=]")
-_ELEMENT = re.compile(r"<([\w.:-]{1,100})(\s[^<>]{0,200})?>(?!\(not)[^<]+")
+_ELEMENT = re.compile(r"<([\w.:-]{1,100})(\s[^<>]{0,200})?>(?!\(not)(?:\s{0,40}<!\[CDATA\[)?[^<]+")
 _TOKEN = re.compile(
     rf"({BEFORE_TOKEN})[^\s'\"]+|((?i:\b(?:bearer|basic)\s{{1,4}}))(?=[^\s'\"]*\d)[^\s'\"]{{16,}}|{KNOWN_TOKEN}"
 )
@@ -43,7 +45,7 @@ _KEY = re.compile(
     r"\b(\w{0,20}(?:accountkey|accesskey|accesssignature)|password|passwd|pwd)=(?!\(not)[^;\s'\"]+", re.IGNORECASE
 )
 _PRIVATE_KEY = re.compile(r"(BEGIN [A-Z ]{0,20}PRIVATE KEY)(?! \(not).*?(END [A-Z ]{0,20}PRIVATE KEY|\Z)", re.DOTALL)
-#: Words that are left out on both sides of a cut: a name must not be separated from its value.
+#: Words that are left out on both sides of a cut. So the text has room if a half of ``HIDDEN`` is replaced again.
 _WORDS_AT_CUT = 10
 
 
@@ -59,20 +61,29 @@ def redact_text(text: str) -> str:
     >>> redact_text("GET https://me:pw@host/x?X-Amz-Signature=abc&n=1 failed")
     'GET https://host/x?X-Amz-Signature=(not shown)&n=1 failed'
     """
+    if len(text) > MOST:
+        # The ends are redacted with as much of the middle: a value's name, or the beginning of a key, may be there.
+        # Nothing next to the other end of this middle is shown: it may be half a credential.
+        half = MOST // 2
+        text = _ends(_hidden(text[:MOST])[:-half], _hidden(text[-MOST:])[half:])
     for _ in range(_ROUNDS):
-        shown = _redacted_once(text)
+        shown = _hidden(text)
+        if len(shown) > MOST:
+            shown = _ends(shown, shown)
         if shown == text:
             return shown
         text = shown  # a hidden value may reveal an address or a parameter around it
     return HIDDEN
 
 
-def _redacted_once(text: str) -> str:
-    if len(text) > MOST:
-        half = (MOST - len(_CUT)) // 2
-        head = " ".join(text[:half].split(" ")[:-_WORDS_AT_CUT])
-        tail = " ".join(text[-half:].split(" ")[_WORDS_AT_CUT:])
-        text = head + _CUT + tail
+def _ends(head: str, tail: str) -> str:
+    """Return the beginning of ``head`` and the end of ``tail``, together at most ``MOST`` characters."""
+    half = (MOST - len(_CUT)) // 2
+    words = head[:half].split(" ")[:-_WORDS_AT_CUT], tail[-half:].split(" ")[_WORDS_AT_CUT:]
+    return _CUT.join(map(" ".join, words))
+
+
+def _hidden(text: str) -> str:
     text = _PRIVATE_KEY.sub(rf"\1 {HIDDEN}", text)
     text = _WORD.sub(lambda found: _links(found[0]), text)
     text = _ADDRESS.sub(lambda found: _address(found[0]), text)

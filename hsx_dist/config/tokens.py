@@ -19,7 +19,7 @@ _KNOWN = {
 _QUOTE = r"(?:[bu]?\\{0,8}['\"])?"
 #: The text before a token of any length: a header's name and its scheme, or a scheme before a known prefix.
 BEFORE_TOKEN = (
-    rf"(?i:authorization{_QUOTE}\s{{0,4}}[:=]\s{{0,4}}{_QUOTE}(?:bearer|basic)\s{{1,4}})(?!\(not)"
+    rf"(?i:authorization{_QUOTE}\s{{0,4}}[:=]\s{{0,4}}{_QUOTE}(?:bearer|basic)\s{{1,4}}(?!{_QUOTE}\(not){_QUOTE})"
     rf"|\b(?i:bearer|basic)\s{{1,4}}(?={'|'.join(_KNOWN)})"
 )
 #: A token with a known prefix, anywhere.

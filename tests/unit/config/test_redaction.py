@@ -44,6 +44,14 @@ HUB = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZabcdefgh"
         (f'{{"b": "{{\\"password\\": \\"{SECRET}\\"}}"}}', '{"b": "{\\"password\\": \\"(not shown)\\"}"}'),
         (f"['curl', '--password', '{SECRET}']", "['curl', '--password', '(not shown)']"),
         (f"{{'Authorization': ['{SECRET}', '{SECRET}']}}", "{'Authorization': ['(not shown)', '(not shown)']}"),
+        (f"'password': {{'v': '{SECRET}'}}, 'n': 'm'", "'password': {'(not shown)': '(not shown)'}, 'n': 'm'"),
+        (
+            f"'credentials': {{'a': 3, 'b': '{SECRET}', 'c': r'{SECRET}'}}",
+            "'credentials': {'(not shown)': 3, '(not shown)': '(not shown)', '(not shown)': r'(not shown)'}",
+        ),
+        (f"password='''it's {SECRET}''', n='m'", "password='''(not shown)''', n='m'"),
+        (f"secret=r'{SECRET}', 'token': Rb\"{SECRET}\"", "secret=r'(not shown)', 'token': Rb\"(not shown)\""),
+        (f"<Password> <![CDATA[{SECRET}]]></Password>", "<Password>(not shown)</Password>"),
         (f"'password':\n    '{SECRET}'", "'password':\n    '(not shown)'"),
         (f"connect(host='h', password='{SECRET}')", "connect(host='h', password='(not shown)')"),
         (f"'n': 'password', 'password': '{SECRET}'", "'n': 'password', 'password': '(not shown)'"),
@@ -56,6 +64,7 @@ HUB = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZabcdefgh"
             "u:(not shown)@h,https://ok/ https://ok/,u:(not shown)@h",
         ),
         (f"Authorization: Bearer {SECRET} x", "Authorization: Bearer (not shown) x"),
+        ('Authorization: Bearer "abc" x', 'Authorization: Bearer "(not shown)" x'),
         ("Proxy-Authorization:Basic abc x", "Proxy-Authorization:Basic (not shown) x"),
         ("authorization=Bearer abc", "authorization=Bearer (not shown)"),
         (f"Illegal header value b'Bearer {HUB}'", "Illegal header value b'Bearer (not shown)'"),
@@ -119,7 +128,23 @@ PIECES = (
         ".",
     ),
     *(" ", "\t", "\0", "\n", "(not shown)", "Authorization: ", "Bearer ", "basic\t", "eyJ", HUB, "sk-ab", SECRET),
-    *("<Key>", "</Key>", "password", "pwd=", "AccountKey=", "BEGIN PRIVATE KEY", "END PRIVATE KEY"),
+    *(
+        "<Key>",
+        "</Key>",
+        "<![CDATA[",
+        "]]>",
+        "'''",
+        "r'",
+        "{'a': '",
+        "}",
+        'Bearer "',
+        'Bearer \\"',
+        "password",
+        "pwd=",
+        "AccountKey=",
+        "BEGIN PRIVATE KEY",
+        "END PRIVATE KEY",
+    ),
 )
 
 
@@ -174,6 +199,23 @@ def test_a_long_text_is_shortened_and_no_half_credential_stays(monkeypatch: pyte
             assert not any(SECRET[i : i + 8] in shown for i in range(len(SECRET) - 7))
 
 
+@pytest.mark.parametrize("begin", [0, 300, 600, 900, 1200])
+def test_a_cut_separates_no_value_from_its_name(monkeypatch: pytest.MonkeyPatch, begin: int) -> None:
+    """A key's lines are indented, and a passphrase has many words. Each begins ``begin`` characters before the cut."""
+    monkeypatch.setattr(redaction, "MOST", most := 1 << 12)
+    lines = "\n".join(f"    {SECRET}" for _ in range(30))
+    for credential in (
+        f"    -----BEGIN PRIVATE KEY-----\n{lines}\n    -----END PRIVATE KEY-----",
+        f"'passphrase': '{' '.join([SECRET] * 40)}'",
+        "\n".join(f"-----BEGIN PRIVATE KEY-----\n{SECRET}\n-----END PRIVATE KEY-----" for _ in range(most // 20)),
+    ):
+        for room in range(10):
+            after = "y " * (most // 4) + "y" * room
+            text = "x " * (2 * most) + credential + after[: max(most // 2 + begin - len(credential), 0)]
+            assert SECRET not in redact_text(text)
+            assert SECRET not in redact_text(after[: most // 2 - begin] + credential + "x " * (2 * most))
+
+
 @pytest.mark.parametrize(
     "piece",
     [
@@ -198,6 +240,7 @@ def test_a_long_text_is_shortened_and_no_half_credential_stays(monkeypatch: pyte
             "a::http:/",
             "\u0301",
         ),
+        *("<key><![CDATA[", "'key':{'a':", "key='''", "key=[''''", 'Authorization:Basic "', 'Authorization:Basic \\"'),
         *("'a':['b',", "'key':['b',", "'key',", "?key=?", "?a=?", "a='", "key='", "\\'key':\\'", "key=[", "\\"),
     ],
 )
