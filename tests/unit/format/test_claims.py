@@ -199,7 +199,7 @@ def test_a_line_that_promises_gibibytes_is_refused() -> None:
 
 def test_a_long_line_without_its_receipt_is_refused() -> None:
     store = small_run()
-    data = _zeros(64 << 20, b"[],") + os.urandom(3 << 20)  # enough bytes for the whole, too few for the line
+    data = _zeros(64 << 20, b"[],") + os.urandom(8 << 20)  # enough bytes for the whole, too few for the line
     _forge(store, data, 64 << 20)
     with little_memory(), pytest.raises(FormatError, match="a single receipt for a line"):
         load_manifest(store)
@@ -220,6 +220,20 @@ def test_what_expands_much_is_read_where_single_receipts_are_behind_it(monkeypat
     store = small_run()
     assert len(load_manifest(store).samples) == 1
     store.delete("manifest/0001/w/000001.json")
+    with pytest.raises(FormatError, match="the size of the single receipts"):
+        load_manifest(store)
+
+
+def test_lines_that_expand_much_need_the_single_receipts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte of lines takes many bytes as receipts, so a small object must not promise many lines."""
+    monkeypatch.setattr(compacted, "_FREE_BYTES", 1 << 16)
+    store = MemoryStore()
+    store_run(store, [random_sample(f"{'a' * 300}{i}", 1) for i in range(400)])
+    about = unsealed(store.objects["attempts/0001.complete.json"])["manifest"]
+    assert 8 < (about["raw_size"] - (1 << 16)) / about["size"] < 32
+    assert len(load_manifest(store).samples) == 400
+    for name in [info.name for info in store.list("manifest/0001/")]:
+        store.delete(name)
     with pytest.raises(FormatError, match="the size of the single receipts"):
         load_manifest(store)
 
