@@ -96,7 +96,7 @@ def _what_ran(facts: RunFacts) -> str:
     good = "good" if state == "complete" else "bad" if state in ("failed", "no heartbeat") else ""
     c = facts.counts
     ratio = c["stored_bytes"] / c["raw_bytes"] if c["raw_bytes"] else 0.0
-    seconds = sum(float(a.progress.get("seconds") or 0) for a in facts.attempts)
+    seconds = sum(a.progress["seconds"] for a in facts.attempts)
     numbers = [
         (f"{c['samples']:,}", "samples"),
         (f"{c['tokens']:,}", "tokens"),
@@ -107,7 +107,7 @@ def _what_ran(facts: RunFacts) -> str:
     ]
     numbers += [(f"{c[name]:,}", label) for name, label in _GONE.items() if c[name]]
     if seconds > 0:
-        computed = sum(float(a.progress.get("tokens") or 0) for a in facts.attempts)
+        computed = sum(a.progress["tokens"] for a in facts.attempts)
         numbers.append((f"{computed / seconds:,.0f}", "tokens per second"))
     layers = facts.meaning.get("layers", [])
     deepest = facts.about.get("num_hidden_layers")
@@ -122,7 +122,7 @@ def _what_ran(facts: RunFacts) -> str:
     ]
     attempts = "".join(
         f"<tr><td>{a.number}</td><td>{escape(_when(a.created))}</td><td>{escape(a.host)}</td><td>{escape(a.state)}</td>"
-        f'<td class="n">{float(a.progress.get("seconds") or 0):,.1f}</td></tr>'
+        f'<td class="n">{a.progress["seconds"]:,.1f}</td></tr>'
         for a in facts.attempts
     )
     return (
@@ -144,7 +144,7 @@ def _time(facts: RunFacts, canvas: Canvas) -> str:
             + "</p>"
             + canvas.throughput(facts.timeline)
         )
-    if any(a.counted("engine_seconds") for a in facts.attempts):
+    if any(a.counted["engine_seconds"] for a in facts.attempts):
         parts.append(
             "<h2>Where time went</h2><p class=note>Seconds of all engines, and thread seconds of all writers. Writers "
             "work in parallel with the engines. Red time slows a run down.</p>" + canvas.where_time_went(facts.attempts)

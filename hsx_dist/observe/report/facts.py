@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -19,24 +19,37 @@ from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading import Run
 from hsx_dist.reading.missing import missing_parts, stored_parts
 from hsx_dist.store import Store
+from hsx_dist.text import bounded
 
 #: Number of parts whose headers are read for the sizes of layers.
 PARTS_LOOKED_AT = 64
+#: The numbers of a heartbeat's progress that the report shows. Only these are kept: a run may have many attempts, and
+#: a decoded heartbeat takes many times its bytes.
+_PROGRESS = ("seconds", "tokens", "engines_timestamp")
+_COUNTED = (
+    "engine_seconds",
+    "copy_seconds",
+    "store_wait_seconds",
+    "idle_seconds",
+    "encode_seconds",
+    "put_seconds",
+    "room_wait_seconds",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One driver's attempt: where and when it began, how it ended, and its counters."""
+    """One driver's attempt: where and when it began, how it ended, and its numbers.
+
+    A number is 0 if the attempt did not store it. ``counted``: sums over all replicas or writers of the attempt.
+    """
 
     number: int
     created: str
     host: str
     state: str
-    progress: Mapping[str, Any]
-
-    def counted(self, name: str) -> float:
-        """A counter, summed over all replicas or writers of the attempt. 0 if the attempt did not store it."""
-        return float(self.progress.get("counted", {}).get(name, 0.0))
+    progress: Mapping[str, float]
+    counted: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +160,7 @@ def _shown(run: Run, name: str) -> Mapping[str, Any]:
 
 def _attempt(store: Store, number: int, complete: Mapping[str, Any] | None, newest: int) -> Attempt:
     about, beat = read_attempt(store, number) or {}, read_heartbeat(store, number) or {}
-    progress = beat.get("progress")
+    progress = beat.get("progress") or {}
     state = str(beat.get("state", "no heartbeat"))
     if complete is not None and complete["attempt"] == number:
         state = "complete"
@@ -155,11 +168,16 @@ def _attempt(store: Store, number: int, complete: Mapping[str, Any] | None, newe
         state = "vanished"  # it did not record its end, and another attempt took over
     return Attempt(
         number,
-        str(about.get("created", "?")),
-        str(about.get("host", "?")),
-        state,
-        progress if isinstance(progress, dict) else {},
+        bounded(about.get("created", "?")),
+        bounded(about.get("host", "?")),
+        bounded(state),
+        _numbers(progress, _PROGRESS),
+        _numbers(progress.get("counted", {}), _COUNTED),
     )
+
+
+def _numbers(found: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
+    return {name: float(found.get(name) or 0) for name in names}
 
 
 def _timeline(run: Run, attempts: list[Attempt]) -> Timeline:
@@ -171,8 +189,8 @@ def _timeline(run: Run, attempts: list[Attempt]) -> Timeline:
         tokens = sum(p.segment.num_tokens for p in receipt.segments if p.segment.column == 0)
         rows.append((at, receipt.attempt, tokens, receipt.raw_bytes, receipt.size))
     for attempt in attempts if rows else ():
-        ready = attempt.progress.get("engines_timestamp")
-        at = float(ready) if isinstance(ready, (int, float)) and 0 < ready < 1e11 else _time(attempt.created)
+        ready = attempt.progress["engines_timestamp"]
+        at = ready if 0 < ready < 1e11 else _time(attempt.created)
         if at is not None:
             rows.append((at, attempt.number, 0, 0, 0))
     table = np.array(sorted(rows), np.float64).reshape(len(rows), 5)

@@ -120,7 +120,7 @@ class Canvas:
         """Draw the seconds of engines and of writers by activity: one bar for each, over all attempts."""
 
         def total(name: str) -> float:
-            return sum(a.counted(name) for a in attempts)
+            return sum(a.counted[name] for a in attempts)
 
         engine, copy, wait = (total(n) for n in ("engine_seconds", "copy_seconds", "store_wait_seconds"))
         bars = [

@@ -16,6 +16,7 @@ import torch
 from hsx_dist.errors import ConfigError, NotFound, RunError, SampleConsumed, SampleNotFound
 from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.place import Place, open_place
+from hsx_dist.format.runs import beat, take_attempt
 from hsx_dist.observe.report import write_report
 from hsx_dist.observe.report.document import SETTINGS_SHOWN, escape
 from hsx_dist.observe.report.facts import Timeline, gather_facts
@@ -49,7 +50,7 @@ def test_facts_are_those_of_the_receipts_and_headers(small_run: Store):
     assert sum(s.raw for s in facts.layer_sizes) == facts.counts["raw_bytes"]
     assert sum(s.stored for s in facts.layer_sizes) < facts.counts["stored_bytes"]
     (attempt,) = facts.attempts
-    assert (attempt.host, attempt.state, attempt.counted("store_wait_seconds")) == ("here", "complete", 2.5)
+    assert (attempt.host, attempt.state, attempt.counted["store_wait_seconds"]) == ("here", "complete", 2.5)
 
 
 @pytest.mark.parametrize(("attempts", "lines"), [([1, 1], 0), ([1, 2] * 500, 1), (list(range(500)), 40)])
@@ -144,8 +145,6 @@ def test_the_statistics_that_are_stored_with_a_run_are_shown() -> None:
 
 
 def test_a_run_without_samples_gives_a_page_too(tmp_path: Path):
-    from hsx_dist.format.runs import take_attempt
-
     store = open_store(str(tmp_path / "new"))
     with pytest.raises(RunError):
         write_report(store)
@@ -156,8 +155,6 @@ def test_a_run_without_samples_gives_a_page_too(tmp_path: Path):
 
 
 def test_an_attempt_without_a_final_state_is_shown_as_vanished(tmp_path: Path):
-    from hsx_dist.format.runs import beat, take_attempt
-
     store = open_store(str(tmp_path / "new"))
     write_v1_run(store, {"meaning": {"model": "m", "layers": [1]}, "settings": {"pool": "ray", "max_replicas": 1}})
     for number in (1, 2):
@@ -167,6 +164,23 @@ def test_an_attempt_without_a_final_state_is_shown_as_vanished(tmp_path: Path):
     page = write_report(store)
     assert "None so far" in page
     assert "1 replica<" in page
+
+
+def test_heartbeats_of_many_attempts_are_not_kept(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "new"))
+    write_v1_run(store, {"meaning": {"model": "m", "layers": [1]}})
+    progress = {"seconds": 2, "counted": {"put_seconds": 0.5}, "other": [{"a": {}}] * 20_000}
+    for number in range(1, 6):
+        take_attempt(store, {"host": "a" * 1_000_000})
+        beat(store, number, 1, "failed", progress)
+    tracemalloc.start()
+    try:
+        attempts = gather_facts(Run(store)).attempts
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1 << 20
+    assert [(a.progress["seconds"], a.counted["put_seconds"]) for a in attempts] == [(2.0, 0.5)] * 5
 
 
 def test_the_report_has_a_bounded_text_of_settings(tmp_path: Path):
