@@ -7,7 +7,7 @@ read in a child process (``reader``) with limited memory.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -16,6 +16,8 @@ from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, refuse_json, r
 from hsx_dist.inputs.decompress import FREE_BYTES, FREE_ROWS, MAX_EXPANSION, MOST_ROWS
 from hsx_dist.inputs.row_cost import cost_of_columns, most_cost
 
+#: The first version of pyarrow whose memory pool returns the sum of all allocations.
+_PYARROW = 20
 #: Rows of a batch. Its bytes have other limits.
 BATCH_ROWS = 256
 #: Decoded bytes of a Parquet file's batch, estimated from its row groups' sizes.
@@ -45,12 +47,14 @@ class StoreFailed(Exception):
 class StoreFile(io.RawIOBase):
     """A file that Arrow reads. Errors of the file system become ``StoreFailed``, so that they differ from Arrow's.
 
+    ``before_read``: called before Arrow reads bytes. What it raises ends the work on the file.
     ``stored``: the file's bytes in the store, which are fewer than its own in a zip file. None: its own.
     """
 
     def __init__(self, file: IO[bytes], stored: int | None = None) -> None:
         super().__init__()
         self._file = file
+        self.before_read: Callable[[], None] | None = None
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
         self.size, self.stored = size, size if stored is None else min(size, stored)
@@ -69,6 +73,8 @@ class StoreFile(io.RawIOBase):
         return self._file.seek(offset, whence)
 
     def read(self, size: int = -1) -> bytes:  # type: ignore[override]
+        if self.before_read is not None:
+            self.before_read()
         try:
             data = self._file.read(size)
         except MemoryError:
@@ -85,14 +91,19 @@ class StoreFile(io.RawIOBase):
 
 
 def require_pyarrow() -> None:
-    """Raise ConfigError if pyarrow is not installed."""
+    """Raise ConfigError unless pyarrow is installed, in a version that counts the bytes that it allocates."""
     try:
-        import pyarrow  # noqa: F401
+        import pyarrow as pa
     except ImportError:
-        raise ConfigError(
-            "input.format: expected the package pyarrow, which reads Parquet and Arrow, got no such package. "
-            + install_extra("parquet")
-        ) from None
+        found = "no such package"
+    else:
+        if int(pa.__version__.split(".")[0]) >= _PYARROW:
+            return
+        found = f"version {pa.__version__}"
+    raise ConfigError(
+        f"input.format: expected the package pyarrow of version {_PYARROW} or later, which reads Parquet and Arrow, "
+        f"got {found}. " + install_extra("parquet")
+    )
 
 
 def read_columns(
@@ -275,6 +286,18 @@ def _require_sizes(metadata: Any, groups: Sequence[Any], columns: Sequence[str],
 def _arrow(
     file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown: str, most_decoded: int
 ) -> Iterator[Any]:
+    import pyarrow as pa
+
+    pool = pa.default_memory_pool()
+    most_allocated = pool.total_bytes_allocated() + most_decoded
+
+    def require_little_decoded() -> None:
+        if pool.total_bytes_allocated() > most_allocated:
+            raise _too_much()
+
+    # A batch shows neither the dictionaries that others replaced before it, nor those of other columns. Arrow decodes
+    # these too, each before the next read.
+    file.before_read = require_little_decoded
     schema, read = open_arrow(file)
     known: dict[str, Any] = {}
     for batch in read(_chosen(schema.names, columns, needed, shown)):

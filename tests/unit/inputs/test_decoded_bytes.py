@@ -141,6 +141,33 @@ def test_every_dictionary_that_replaces_another_is_counted(tmp_path: Path, monke
         _read(tmp_path / "a.arrow")
 
 
+@pytest.mark.parametrize("column", ["text", "other"])
+@pytest.mark.usefixtures("mebibyte")
+def test_dictionaries_that_no_row_uses_are_counted(tmp_path: Path, column: str) -> None:
+    """A stream may replace a dictionary many times before a record batch, also one of a column that is not needed."""
+
+    def batch(places: list[int], text: str) -> Any:
+        values = pa.DictionaryArray.from_arrays(pa.array(places, pa.int8()), pa.array([text]))
+        return pa.record_batch({"text": pa.array([text] * len(places), pa.string()), column: values})
+
+    written = io.BytesIO()
+    batches = [batch([], "a" * (1 << 19)), batch([0], "b")]
+    with pa.ipc.new_stream(written, batches[0].schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        for one in batches:
+            writer.write_batch(one)
+    messages = list(pa.ipc.MessageReader.open_stream(written.getvalue()))
+    assert [m.type for m in messages] == ["schema", *["dictionary", "record batch"] * 2]
+    schema, large, _, small, last = (bytes(message.serialize()) for message in messages)
+    for times, accepted in ((1, True), (5, False)):
+        path = tmp_path / f"{times}.arrow"
+        path.write_bytes(b"".join([schema, *[large] * times, small, last, b"\xff\xff\xff\xff\0\0\0\0"]))
+        if accepted:
+            assert [row.text for row in _read(path) if isinstance(row, Row)] == ["b"]
+            continue
+        with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
+            _read(path)
+
+
 @pytest.mark.parametrize("place", [2, -1, 1 << 40])
 def test_a_wrong_place_in_a_dictionary_is_refused_in_every_batch(tmp_path: Path, place: int) -> None:
     for before in (0, 2):
