@@ -16,8 +16,8 @@ from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, refuse_json, r
 from hsx_dist.inputs.decompress import FREE_BYTES, FREE_ROWS, MAX_EXPANSION, MOST_ROWS
 from hsx_dist.inputs.row_cost import cost_of_columns, most_cost
 
-#: The first version of pyarrow whose memory pool returns the sum of all allocations.
-_PYARROW = 20
+#: The first version of pyarrow with ``arrow_extensions_enabled``. Its memory pool returns the sum of all allocations.
+_PYARROW = 21
 #: Rows of a batch. Its bytes have other limits.
 BATCH_ROWS = 256
 #: Decoded bytes of a Parquet file's batch, estimated from its row groups' sizes.
@@ -91,7 +91,7 @@ class StoreFile(io.RawIOBase):
 
 
 def require_pyarrow() -> None:
-    """Raise ConfigError unless pyarrow is installed, in a version that counts the bytes that it allocates."""
+    """Raise ConfigError unless pyarrow is installed, in a version that has what the reader uses."""
     try:
         import pyarrow as pa
     except ImportError:
