@@ -45,8 +45,6 @@ _STILL_THERE_S = 60.0
 _PROBE_AGAIN_S = 600.0
 #: Names whose newest put is remembered. More than can be in flight, so that no older put of a forgotten name follows.
 _REMEMBERED = 4096
-#: Number of locks that names share. More than the threads that put, so that two names seldom share a lock.
-_STRIPES = 64
 
 
 class _PutOrder:
@@ -58,7 +56,7 @@ class _PutOrder:
     def __init__(self) -> None:
         self._newest: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
-        self._stripes = [threading.Lock() for _ in range(_STRIPES)]
+        self._putting: dict[str, tuple[threading.Lock, int]] = {}
 
     @contextmanager
     def take(self, name: str, number: int) -> Iterator[bool]:
@@ -66,7 +64,7 @@ class _PutOrder:
 
         A block that raises counts as not stored.
         """
-        with self._stripes[hash(name) % _STRIPES]:
+        with self._alone(name):
             with self._lock:
                 newest = self._newest.get(name, -1)
             yield number > newest
@@ -75,6 +73,21 @@ class _PutOrder:
                 self._newest.move_to_end(name)
                 if len(self._newest) > _REMEMBERED:
                     self._newest.popitem(last=False)
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """Wait for the other puts of ``name``. A put of another name that hangs delays none."""
+        with self._lock:
+            lock, users = self._putting.get(name, (threading.Lock(), 0))
+            self._putting[name] = lock, users + 1
+        try:
+            with lock:
+                yield
+        finally:
+            with self._lock:
+                lock, users = self._putting.pop(name)
+                if users > 1:
+                    self._putting[name] = lock, users - 1
 
 
 class PartCommitter:
