@@ -22,7 +22,7 @@ MAX_COMPACTED_BYTES = 4 << 30
 _MAX_WINDOW = 8 << 20
 #: One line, or all lines, may have this many bytes without proof. Above the limit, the sizes of the single receipts
 #: must prove the size: compressed bytes can expand 32,000 times.
-_FREE_BYTES = 4 << 20
+_FREE_BYTES = 2 << 20
 #: Each compressed byte raises the limit for all lines by this many bytes. Most runs' lines expand 2 to 8 times. Those
 #: with very long keys, or very many rows with one reason, expand up to 60 times: their readers list the receipts.
 _EXPANSION = 8

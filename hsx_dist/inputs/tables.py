@@ -7,7 +7,7 @@ read in a child process (``reader``) with limited memory.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -238,10 +238,11 @@ def _parquet(
 ) -> Iterator[Any]:
     parquet = open_parquet(file)
     chosen = _chosen(parquet.schema_arrow.names, columns, needed, shown)
-    refuse_parquet_json(_leaves(parquet.metadata, chosen).values())
+    leaves = _leaves(parquet.metadata, chosen)
+    refuse_parquet_json(leaves.values())
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
-    _require_counts(parquet.metadata, groups, chosen, shown)
-    _require_sizes(parquet.metadata, groups, chosen, file.size, most_decoded)
+    _require_counts(parquet.metadata, groups, leaves, shown)
+    _require_sizes(groups, leaves, file.size, most_decoded)
     row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
     rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
     # One row group at a time: Arrow cannot join nested dictionaries of two groups in a batch.
@@ -256,9 +257,9 @@ def _leaves(metadata: Any, columns: Sequence[str]) -> dict[int, Any]:
     return {i: leaf for i, leaf in schema if f"{leaf.path}.".startswith(begins)}
 
 
-def _require_counts(metadata: Any, groups: Sequence[Any], columns: Sequence[str], shown: str) -> None:
+def _require_counts(metadata: Any, groups: Sequence[Any], leaves: Mapping[int, Any], shown: str) -> None:
     """Raise FormatError unless a footer's counts agree: Arrow reads as many rows of a group as its count says."""
-    flat = [i for i, leaf in _leaves(metadata, columns).items() if leaf.max_repetition_level == 0]
+    flat = [i for i, leaf in leaves.items() if leaf.max_repetition_level == 0]
     agree = all(group.column(i).num_values == group.num_rows for group in groups for i in flat)
     if not agree or sum(group.num_rows for group in groups) != metadata.num_rows:
         raise FormatError(
@@ -267,12 +268,11 @@ def _require_counts(metadata: Any, groups: Sequence[Any], columns: Sequence[str]
         )
 
 
-def _require_sizes(metadata: Any, groups: Sequence[Any], columns: Sequence[str], size: int, most_decoded: int) -> None:
+def _require_sizes(groups: Sequence[Any], leaves: Iterable[int], size: int, most_decoded: int) -> None:
     """Raise FormatError if a footer's column chunks overlap, or decode to more than ``most_decoded`` bytes.
 
     Arrow reads as many bytes of a chunk as the footer says, and decodes each of its pages, however few the rows need.
     """
-    leaves = _leaves(metadata, columns)
     chunks = [group.column(i) for group in groups for i in leaves]
     if sum(max(chunk.total_compressed_size, 0) for chunk in chunks) > size:
         raise FormatError(

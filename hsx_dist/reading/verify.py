@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from hsx_dist.format.place import Place, leftovers, open_place
 from hsx_dist.format.runs import check_receipts, count, load_manifest, read_complete
 from hsx_dist.page import FLOATS, HIDDEN_STATES, token_hash
 from hsx_dist.reading.column import LOSS_MASK, agrees, is_mean
+from hsx_dist.reading.kept_parts import KeptParts
 from hsx_dist.reading.missing import is_removed, missing_parts
 from hsx_dist.reading.order import is_of_run
 from hsx_dist.reading.part_stream import PartStream
@@ -367,17 +367,18 @@ def _check_samples(store: Store, manifest: Manifest, sound: set[str]) -> Iterato
     Receipts do not name points and layers, so that checking each part against its receipt cannot find this.
     """
 
-    @lru_cache(maxsize=8)
     def opened(name: str) -> Part:
         receipt = manifest.parts[name]
         return Part.open(store, name, header_bytes=receipt.header_bytes, size=receipt.size)
+
+    kept = KeptParts()
 
     for key, places, _ in manifest.several():
         parts = {manifest.at(place)[0] for place in places}
         if len(places) > 1 and parts <= sound:
             record = manifest.samples[key]
             try:
-                Sample(record.key, record.segments, opened, store.url).check()
+                Sample(record.key, record.segments, lambda name: kept.get(name, opened), store.url).check()
             except NotFound:
                 continue  # removed after use
             except HsxError as e:

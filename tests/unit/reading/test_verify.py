@@ -13,6 +13,7 @@ import pytest
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format import container_write
 from hsx_dist.format.codecs import ZstdCodec
+from hsx_dist.format.container import Part
 from hsx_dist.format.names import complete_name
 from hsx_dist.format.place import start_run
 from hsx_dist.format.runs import read_complete
@@ -105,6 +106,19 @@ def test_verify_takes_the_memory_of_one_chunk() -> None:
         tracemalloc.stop()
     assert (report.problems, report.all_zero) == ([], 1)
     assert peak < 1.5 * wide.states.nbytes
+
+
+def test_each_header_is_read_few_times_if_samples_have_segments_in_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [replace(sample(), key=f"s{i}") for i in range(6)]
+    pieces = [[(s, piece, 0) for piece in s.segments(*range(2, 20, 2))] for s in samples]
+    run = run_of([list(part) for part in zip(*pieces, strict=True)])
+    opened: list[str] = []
+    real = Part.open.__func__  # type: ignore[attr-defined]
+    counted = classmethod(lambda cls, store, name, **facts: opened.append(name) or real(cls, store, name, **facts))
+    monkeypatch.setattr(Part, "open", counted)
+    assert verify_run(run.place.root).ok
+    assert len(set(opened)) == 10
+    assert len(opened) <= 2 * 10
 
 
 def test_messages_do_not_repeat_the_metadata_of_a_hostile_part() -> None:
