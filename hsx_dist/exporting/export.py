@@ -20,7 +20,6 @@ from uuid import uuid4
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting.base import LAYER_IDS, Exporter, ExportOptions, SampleLeftOut, require_hidden_states
 from hsx_dist.exporting.destination import make_folder, remove_unfinished, unfinished
-from hsx_dist.format.place import Place
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.arguments import path_text, whole
 from hsx_dist.reading.column import is_mean
@@ -145,7 +144,7 @@ def export_run(
     firsts = range(0, len(run), exporter.per_file)
     with writable(folder, "folder"):
         _check_foreign(folder, {folder / exporter.file(first) for first in firsts})
-        _claim(folder, _statement_of(run, to, exporter), run.place)
+        _claim(folder, _statement_of(run, to, exporter), run)
         _check_names(folder, (exporter.file(first) for first in firsts))
         own = {first: folder / exporter.file(first) for first in firsts[shard::shards]}
         todo = [first for first, path in own.items() if not _is_done(path)]
@@ -234,7 +233,7 @@ def _check_names(folder: Path, names: Iterable[str]) -> None:
             )
 
 
-def _claim(folder: Path, statement: dict[str, Any], place: Place) -> None:
+def _claim(folder: Path, statement: dict[str, Any], run: Run) -> None:
     """Write ``export.json`` before any other file. ``ConfigError``: the folder has a different one."""
     path = folder / _STATEMENT
     folder.mkdir(parents=True, exist_ok=True)
@@ -243,8 +242,10 @@ def _claim(folder: Path, statement: dict[str, Any], place: Place) -> None:
         _create(path, text)
     except FileExistsError:
         there = _statement(path)
-        if is_of_run(there.get("run_id"), place):
+        if is_of_run(there.get("run_id"), run.place):
             there = {**{name: statement[name] for name in _LATER if name in statement}, **there}
+        if there.get("samples_hash") == run.index.digest(cuts=True):  # an earlier version began the export
+            there["samples_hash"] = statement["samples_hash"]
         differs = sorted(k for k in {*there, *statement} if there.get(k) != statement.get(k))
         if differs:
             raise ConfigError(

@@ -141,13 +141,18 @@ class Index:
         found.tokens_in = {name: self.tokens_in[name] for name, _ in names}
         return found
 
-    def digest(self) -> str:
-        """Hash of all samples in order (keys, lengths, token ids), 32 hex digits."""
+    def digest(self, *, cuts: bool = False) -> str:
+        """Hash of all samples in order (keys, lengths, token ids), 32 hex digits.
+
+        ``cuts``: the hash of earlier versions, which also depends on how samples are cut into segments.
+        """
         hashes = self._hash.copy()
         for i in np.flatnonzero(self._slot < 0):
-            of = [f"{p.segment.start} {p.token_hash}" for p in self[i].segments if p.segment.column == 0]
+            of = [p for p in self[i].segments if p.segment.column == 0]
             # Equal to the hash of a single segment, so that several copies of a whole sample do not change the digest.
-            hashes[i] = of[0][2:] if len(of) == 1 else hashlib.blake2b(" ".join(of).encode(), digest_size=8).hexdigest()
+            known = of[0].token_hash if len(of) == 1 else "" if cuts else of[0].sample_hash
+            text = " ".join(f"{p.segment.start} {p.token_hash}" for p in of)
+            hashes[i] = known or hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         h = hashlib.blake2b("\0".join(self.keys).encode("utf-8", "surrogatepass"), digest_size=16)
         h.update(self.tokens.tobytes() + hashes.tobytes())
         return h.hexdigest()

@@ -28,7 +28,7 @@ from hsx_dist.format.runs import load_manifest
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.model_parts.model_end import ModelEnd
 from hsx_dist.models.tiny import tiny_llama
-from hsx_dist.page import object_name, token_hash
+from hsx_dist.page import Segment, object_name, token_hash
 from hsx_dist.reading import Run
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.store import open_store
@@ -667,6 +667,38 @@ def test_an_export_does_not_go_on_when_its_numbers_mean_other_samples(again: str
     else:
         with pytest.raises(ConfigError, match=r"an export with other \['samples_hash'\]"):
             export_run(run, "specforge-dflash", dest)
+
+
+@pytest.mark.parametrize("cut", [(2,), (3,), ()])
+def test_an_export_goes_on_when_a_lost_sample_is_stored_again_in_other_segments(
+    cut: tuple[int, ...], tmp_path: Path
+) -> None:
+    """An attempt with another block size cuts the same tokens at other positions."""
+
+    def cuts(place: int, *at: int) -> list[tuple[RandomSample, Segment, int]]:
+        sample = SAMPLES[place]
+        known = token_hash(sample.token_ids)
+        return [(sample, replace(s, sample_hash=known), place) for s in sample.segments(*at)]
+
+    root, dest = open_store(str(tmp_path / "run")), tmp_path / "dest"
+    start_run(root, {"meaning": {"layers": list(LAYERS)}})
+    first = RunWriter(root)
+    lost = first.put(cuts(0, 2))
+    first.put(cuts(1, 2))
+    first.complete()
+    began = open_run(root.url)
+    export_run(began, "vllm", dest, shard=1, shards=2)
+    said = statement(dest)
+    if cut == (2,):  # an earlier version began the export
+        assert said["samples_hash"] != began.index.digest(cuts=True)
+        (dest / "export.json").write_text(json.dumps({**said, "samples_hash": began.index.digest(cuts=True)}))
+    resumed = RunWriter(root)
+    ledger = RowLedger(first.store, resumed.attempt, load_manifest(first.store))
+    ledger.declare_lost([str(lost.part)])
+    ledger.flush()
+    resumed.put(cuts(0, *cut))
+    resumed.complete()
+    assert export_run(open_run(root.url), "vllm", dest).finished
 
 
 def test_an_export_does_not_go_on_with_another_number_of_samples_in_a_file(
