@@ -79,6 +79,9 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     With ``repeat``, iterating also raises ConfigError for fewer samples than shards, and FormatError if all samples of
     an epoch were skipped.
 
+    With ``follow`` or ``on_error="skip"``, torchdata's ``StatefulDataLoader`` needs ``snapshot_every_n_steps=1``, its
+    default. Otherwise it drops items after a resume, by their number, and these may be other items than before.
+
     Example:
         >>> dataset = HiddenStatesDataset("runs/demo", layers=[15], max_tokens=8, shuffle=True)
         >>> dataset.set_epoch(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +16,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hsx_dist import HiddenStatesDataset, MixedDataset, PackedContexts, TokenBatches, merge_states
 from hsx_dist.errors import ConfigError
+from hsx_dist.format.place import start_run
 from hsx_dist.saelens import data_provider
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
-from tests.harness.runs import store_run
+from tests.harness.runs import RunWriter, store_run, whole
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +215,42 @@ def test_states_between_snapshots_are_not_merged(folder: Path) -> None:
     merge_states([states[3]])
     with pytest.raises(ConfigError, match=r"got one 1 steps later\. Set snapshot_every_n_steps=1"):
         merge_states([states[4]])
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("options", [{"follow": True}, {"on_error": "skip"}])
+def test_a_loader_with_a_snapshot_at_each_step_loses_nothing(
+    options: dict[str, Any], steps: int, tmp_path: Path
+) -> None:
+    """With fewer snapshots it drops items by number, so that the guide requires one at each step."""
+    root = open_store(str(tmp_path))
+    place = start_run(root, {"meaning": {"layers": [2]}})
+    stored = [whole(random_sample(f"s{i}", 4, seed=i, odd=False, hidden_size=4, layer_ids=(2,)), i) for i in range(8)]
+    late = RunWriter(root, name="b")
+    early = RunWriter(root, name="a", attempt=late.attempt)
+
+    def loader() -> StatefulDataLoader:
+        data = HiddenStatesDataset(root.url, **options, threads=1, rank=0, world_size=1)
+        return StatefulDataLoader(data, None, num_workers=1, prefetch_factor=1, snapshot_every_n_steps=steps)
+
+    parts = [late.put([one]).part for one in stored[:4]]
+    if "follow" not in options:
+        early.put(stored[4:])
+        early.complete()
+    first = loader()
+    items = iter(first)
+    before = [next(items)["key"] for _ in range(3)]
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    del items, first
+    if "follow" in options:  # a resumed data set reads the receipts of writer "a" first
+        early.put(stored[4:])
+        early.complete()
+    else:
+        place.store.delete(parts[0] or "")
+    again = loader()
+    again.load_state_dict(state)
+    lost = {sample.key for sample, _, _ in stored} - {*before, *(item["key"] for item in again)}
+    assert bool(lost) == (steps > 1)
 
 
 @pytest.mark.parametrize("kind", ["plain", "all", "tokens", "packed"])
