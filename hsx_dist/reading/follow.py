@@ -15,7 +15,7 @@ from hsx_dist.format.manifest import Manifest, Receipt, SampleRecord
 from hsx_dist.format.names import attempt_name, parse_receipt_name, receipt_name
 from hsx_dist.format.place import Place
 from hsx_dist.format.receipt_log import read_entry
-from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, scan_receipts
+from hsx_dist.format.runs import is_fenced, newest_attempt, read_complete, read_heartbeat, scan_receipts
 from hsx_dist.reading.order import EpochPosition
 from hsx_dist.reading.select import Selection
 from hsx_dist.store import Store
@@ -247,7 +247,9 @@ class Follower:
         while True:
             if self._is_complete():
                 yield from self._everything()
-                return
+                # A newer attempt may have declared parts lost before these receipts were read, to compute them again.
+                if not is_fenced(self._store, self._newest):
+                    return
             news = False
             for record in self._ask():
                 news = True

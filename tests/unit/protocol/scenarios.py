@@ -14,12 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from hsx_dist.config import InputConfig, load_config
-from hsx_dist.errors import Fenced, HsxError
+from hsx_dist.errors import Fenced, HsxError, RunStalled
 from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.container import EncodedSegment, SegmentEncoder, build_part
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import Place, find_place, start_run
-from hsx_dist.format.runs import all_receipts, load_manifest, take_attempt, write_complete
+from hsx_dist.format.runs import all_receipts, load_manifest, newest_attempt, take_attempt, write_complete
 from hsx_dist.inputs.rows import Row, rows_from
 from hsx_dist.jobs.accounting import remaining
 from hsx_dist.jobs.attempt import complete, open_or_start_run
@@ -28,6 +28,7 @@ from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.observe.console import Console
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.reading import garbage
+from hsx_dist.reading.follow import Follower
 from hsx_dist.reading.missing import removed_parts
 from hsx_dist.reading.retention import Retention
 from hsx_dist.reading.run import Run
@@ -172,6 +173,24 @@ def reading(root: SteppedStore) -> frozenset[str] | str:
     return frozenset(run.index.keys)
 
 
+def following(meanwhile: Callable[[MemoryStore], None]) -> Any:
+    """A follower. It returns the keys that it yields. ``meanwhile`` happens at its first pause."""
+
+    def main(root: SteppedStore) -> frozenset[str]:
+        pauses = iter([lambda: meanwhile(root._inner), lambda: None, lambda: None])
+
+        def sleep(_: float) -> None:
+            pause = next(pauses, None)
+            if pause is None:
+                raise RunStalled("expected the end of the run, got another pause")
+            pause()
+
+        follower = Follower(there(root), discover_seconds=0, sleep=sleep, clock=lambda: 0.0)
+        return frozenset(record.key for record in follower if record is not None)
+
+    return main
+
+
 # -- the promise ----------------------------------------------------------------------------------------------------
 
 
@@ -296,6 +315,15 @@ def with_a_lost_part(store: MemoryStore) -> None:
         part = writer.put([whole(sample("m", key))]).part
         if key == "a":
             writer.store.delete(part or "")
+
+
+def attempt_1_completes_with_a_lost_part(store: MemoryStore) -> None:
+    """The part of ``a`` is lost. Nothing happens after the next driver has taken the run."""
+    place = there(store)
+    if newest_attempt(place.store) == 1:
+        _store_all(store, attempt=1)
+        write_complete(place.store, 1, load_manifest(place.store), {})
+        place.store.delete(f"data/part-0001-w1-{1:06d}.safetensors")
 
 
 def with_an_old_completion(store: MemoryStore) -> None:
@@ -464,8 +492,8 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def _store_all(store: MemoryStore) -> None:
-    writer = RunWriter(store, NoneCodec(), name="w1", about={"model": "m"})
+def _store_all(store: MemoryStore, attempt: int | None = None) -> None:
+    writer = RunWriter(store, NoneCodec(), name="w1", about={"model": "m"}, attempt=attempt)
     for key in KEYS:
         writer.put([whole(sample("m", key))])
 
@@ -493,6 +521,11 @@ def lost(scenario_actors: dict[str, Any], prepare: Callable[[MemoryStore], None]
 
     def account(store: MemoryStore, actors: dict[str, Actor]) -> None:
         all_rows_are_stored()(store, actors)
+        follower = actors.get("follower")
+        if follower is not None and follower.error is None:
+            assert follower.result >= set(KEYS), (
+                f"expected all samples from a follower that ended, got {follower.result}"
+            )
         run = Run(store)
         if any(a.result == run.info["id"] for a in actors.values()):
             for key in run.index.keys:
@@ -505,4 +538,7 @@ SCENARIOS["a lost part is computed again"] = lost({"driver": driving("m"), "gc":
 SCENARIOS["the row of a lost part is refused"] = lost({"driver": driving("m", refused=("a",)), "gc": collecting})
 SCENARIOS["a lost part of a row with an earlier outcome"] = lost(
     {"driver": driving("m"), "gc": collecting}, with_a_lost_part_and_an_outcome
+)
+SCENARIOS["a follower, and the next driver after a lost part"] = lost(
+    {"follower": following(attempt_1_completes_with_a_lost_part), "driver": driving("m")}, begun()
 )

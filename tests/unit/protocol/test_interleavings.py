@@ -11,7 +11,7 @@ import pytest
 
 from hsx_dist.format import place, receipt_log, runs
 from hsx_dist.jobs import attempt, extract, ledger
-from hsx_dist.reading import garbage, missing, retention
+from hsx_dist.reading import follow, garbage, missing, retention
 from tests.unit.protocol import explorer
 from tests.unit.protocol.explorer import Violation, explore
 from tests.unit.protocol.scenarios import SCENARIOS
@@ -193,6 +193,10 @@ def a_consumer_marks_after_it_deletes(m: pytest.MonkeyPatch) -> None:
     m.setattr(retention.Retention, "_mark", mark)
 
 
+def a_follower_does_not_ask_again_for_a_newer_attempt(m: pytest.MonkeyPatch) -> None:
+    m.setattr(follow, "is_fenced", lambda *_: False)
+
+
 MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     steps_over_seals: "a writer and gc",
     gc_does_not_seal: "a writer and gc",
@@ -212,6 +216,7 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     a_consumer_does_not_look_again_at_the_end: "a consumer and the driver that completes the run",
     a_consumer_looks_at_the_copies_that_count_alone: "a consumer, and a second copy of a sample next to it",
     a_consumer_marks_after_it_deletes: "a consumer and the next driver",
+    a_follower_does_not_ask_again_for_a_newer_attempt: "a follower, and the next driver after a lost part",
 }
 
 
