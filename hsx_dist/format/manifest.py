@@ -173,11 +173,13 @@ class Manifest:
         found: bytes = self._receipt(places[0]).table.hashes[places[0] & _SLOTS, 2]
         return found.decode("ascii")
 
-    def parts_of(self, key: str) -> set[str]:
-        """The parts that hold a segment of any copy of ``key``, except parts that were declared lost."""
+    def parts_of(self, key: str, *, lost: bool = False) -> set[str]:
+        """The parts that hold a segment of any copy of ``key``. ``lost``: only parts that were declared lost, else only
+        the others."""
         first = self._index.find(key)
         places = self._many.get(key) or ([] if first is None else [first])
-        return {self._part(place) for place in places} - self._void
+        parts = {self._part(place) for place in places}
+        return parts & self._void if lost else parts - self._void
 
     def outcomes_under(self, parts: Iterable[str]) -> list[RowFate]:
         """Outcomes that do not count because the row has a sample in one of ``parts``. They would count again if the

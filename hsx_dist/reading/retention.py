@@ -90,20 +90,21 @@ class Retention:
         """Record that this rank of this consumer has used these samples and needs them no more.
 
         The run may store a copy of a used sample later, if rows were computed again. Call ``ack()`` without keys at the
-        end, and while the extraction pauses, to mark the parts of such copies.
+        end, and while the extraction pauses, to mark the parts of such copies. A used sample whose part was lost stays
+        used if it is computed again.
 
         Raises:
-            RunError: a key is not in the run, or belongs to another rank.
+            RunError: a key was never a sample of the run, or belongs to another rank.
             StoreError: the store failed.
         """
-        if not keys or any(key not in self._manifest.samples for key in keys):
+        if not keys or not all(map(self._known, keys)):
             self._find_parts()
         for key in keys:
-            record = self._manifest.samples.get(key)
-            if record is None or rank_of(key, self._world) != self._rank:
+            known = self._known(key)
+            if not known or rank_of(key, self._world) != self._rank:
                 raise RunError(
                     f"{self._store.url}: expected a sample of rank {self._rank} of {self._world} to acknowledge, "
-                    f"got {key!r}, which {'is not in the run' if record is None else 'another rank reads'}. "
+                    f"got {key!r}, which {'another rank reads' if known else 'is not in the run'}. "
                     "Acknowledge only samples that this rank has read"
                 )
             self._used.add(key)
@@ -113,6 +114,10 @@ class Retention:
         if len(self._marked) > marked and self._manifest.parts.keys() <= self._marked:
             self._find_parts()  # later parts may have copies of used samples alone: no unknown key would lead to them
             self._mark_due()
+
+    def _known(self, key: str) -> bool:
+        """Whether the rank may have read the sample. Its part may be lost since."""
+        return key in self._manifest.samples or bool(self._manifest.parts_of(key, lost=True))
 
     def _find_parts(self) -> None:
         self._refresh()
