@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from hsx_dist.format.codecs.base import blocks
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof
 from hsx_dist.format.place import Place, leftovers, open_place
-from hsx_dist.format.runs import check_receipts, count, load_manifest, read_complete
+from hsx_dist.format.runs import check_receipts, count, read_complete, receipts_after
 from hsx_dist.page import FLOATS, HIDDEN_STATES, token_hash
 from hsx_dist.reading.column import LOSS_MASK, agrees, is_mean
 from hsx_dist.reading.kept_parts import KeptParts
@@ -152,17 +153,19 @@ def verify_run(
         return report
     with place.reading():
         try:
-            manifest = load_manifest(place.store)
+            complete = read_complete(place.store)
+            manifest = Manifest(receipts_after(place.store, complete))
         except (NotFound, FormatError) as e:
             report.problems.append(Problem("", str(e)))
         else:
-            _check_run(place, manifest, report, known, on_part, workers, sample, seed)
+            _check_run(place, manifest, complete, report, known, on_part, workers, sample, seed)
     return report
 
 
 def _check_run(
     place: Place,
     manifest: Manifest,
+    complete: Mapping[str, Any] | None,
     report: VerifyReport,
     known: _SoundParts,
     on_part: Callable[[str, Sequence[Problem]], None] | None,
@@ -192,7 +195,7 @@ def _check_run(
         report.problems.extend(Problem(name, message) for name, message in check_receipts(store))
     except FormatError as e:
         report.problems.append(Problem("", str(e)))
-    report.problems.extend(Problem("", message) for message in _check_counts(store, manifest))
+    report.problems.extend(Problem("", message) for message in _check_counts(manifest, complete))
     report.problems.extend(Problem(name, message) for name, message in damaged_statistics(store))
     if not manifest.receipts:
         report.problems.extend(Problem("", message) for message in _objects_of_no_run(place))
@@ -385,13 +388,10 @@ def _check_samples(store: Store, manifest: Manifest, sound: set[str]) -> Iterato
                 yield Problem(min(parts), str(e))
 
 
-def _check_counts(store: Store, manifest: Manifest) -> Iterator[str]:
+def _check_counts(manifest: Manifest, complete: Mapping[str, Any] | None) -> Iterator[str]:
+    """``complete`` was read before ``manifest``: an attempt that completes the run later has receipts that are not in
+    it."""
     yield from manifest.conflicts
-    try:
-        complete = read_complete(store)
-    except FormatError as e:
-        yield str(e)
-        return
     if complete is None:
         return
     here = count(Manifest(r for r in manifest.receipts if r.attempt <= complete["attempt"]))

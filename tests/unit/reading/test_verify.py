@@ -22,7 +22,7 @@ from hsx_dist.reading import Run
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
-from tests.harness.runs import RunWriter, Stored, store_run
+from tests.harness.runs import RunWriter, Stored, store_run, whole
 
 IDS = np.arange(20)
 
@@ -91,6 +91,21 @@ def test_readers_refuse_segments_that_are_not_one_sample(parts: list[list[Stored
     with pytest.raises(FormatError) as e:
         [sample.load(points=[name]) for name in (["q", "k"] if columns > 1 else ["hidden_states"])]
     assert len(str(e.value)) < 600
+
+
+def test_a_run_that_becomes_complete_while_it_is_verified_is_sound() -> None:
+    root = MemoryStore()
+    start_run(root, {"meaning": {}, "settings": {}})
+    writer = RunWriter(root)
+    writer.put([(SAMPLE, WHOLE, 0)])
+
+    def complete(*_: Any) -> None:
+        writer.put([whole(random_sample("later", 4), 1)])
+        writer.complete()
+
+    report = verify_run(root, on_part=complete)
+    assert report.problems == []
+    assert report.samples == 1
 
 
 def test_verify_takes_the_memory_of_one_chunk() -> None:
