@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hsx_dist.format.compacted import read_compacted
 from hsx_dist.format.manifest import Manifest, Totals
 from hsx_dist.format.place import Place, open_place
 from hsx_dist.format.runs import receipts_after
@@ -66,9 +67,11 @@ def run_status(
 def _account(place: Place, observe_seconds: float, sleep: Callable[[float], None]) -> RunStatus:
     store = place.store
     found = observe(store, observe_seconds, sleep=sleep)
-    manifest = Manifest(receipts_after(store, found.completed))
+    # Later receipts are of an attempt that was taken since. The state ``complete`` is not that attempt's.
+    over = found.complete
+    manifest = Manifest(receipts_after(store, found.completed) if over is None else read_compacted(store, over))
     progress = dict(found.heartbeat.get("progress") or {})
-    total = progress.get("rows") if found.complete is None else found.complete["summary"].get("rows")
+    total = progress.get("rows") if over is None else over["summary"].get("rows")
     poison = sum(fate.fate == "poison" for fate in manifest.failed.values())
     ended = {
         "stored": len(manifest.samples),

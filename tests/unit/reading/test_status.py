@@ -12,9 +12,12 @@ from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_complete
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.observe.progress import Progress
+from hsx_dist.reading import status as reading_status
 from hsx_dist.reading.status import run_status
 from hsx_dist.store.local import LocalStore
-from tests.harness.runs import write_v1_run
+from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import store_run, write_v1_run
 
 
 @pytest.fixture
@@ -65,6 +68,25 @@ def test_a_complete_run_is_complete_with_any_heartbeat(store, capsys):
     assert json.loads(capsys.readouterr().out)["rows"]["poison"] == 1
     assert print_status(store.url, (), as_json=False) == 1
     assert "expected at most ### tokens" in capsys.readouterr().out
+
+
+def test_a_complete_run_has_the_rows_of_its_completion(monkeypatch):
+    """The next attempt declares a part lost after the state was found."""
+    root = MemoryStore()
+    writer = store_run(root, [random_sample(f"s{i}", 4, seed=i) for i in range(4)], per_part=2)
+    real = reading_status.observe
+
+    def observe(own, *args, **kwargs):
+        found = real(own, *args, **kwargs)
+        lost = next(own.list("data/")).name
+        own.delete(lost)
+        RowLedger(own, take_attempt(own, {}), load_manifest(own)).declare_lost([lost])
+        return found
+
+    monkeypatch.setattr(reading_status, "observe", observe)
+    found = run_status(writer.place.root)
+    assert (found.state, found.rows["stored"], found.missing_parts) == ("complete", 4, 1)
+    assert not found.ok
 
 
 def test_the_status_of_a_missing_run_raises(tmp_path):
