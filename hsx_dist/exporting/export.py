@@ -29,7 +29,7 @@ from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.select import Selection
 from hsx_dist.reading.whole import require_whole
-from hsx_dist.store.output_file import writable
+from hsx_dist.store.output_file import regular_file, writable
 
 _STATEMENT = "export.json"
 #: Endings of the files of data sets, which ``finish`` may write.
@@ -256,7 +256,7 @@ def _claim(folder: Path, statement: dict[str, Any], run: Run) -> None:
 
 def _sync(path: Path) -> None:
     """Write the file to the disk. Otherwise a file with its final name may be empty after a crash of the machine."""
-    with path.open("rb") as f:
+    with open(path, "rb", opener=regular_file) as f:
         os.fsync(f.fileno())
 
 
@@ -284,13 +284,17 @@ def _statement(path: Path) -> dict[str, Any]:
     """Return the ``export.json`` of another export or shard. Waits while another process writes the file.
 
     Raises:
-        ConfigError: the file is still incomplete after ``_STATEMENT_S``.
+        ConfigError: the file is still incomplete after ``_STATEMENT_S``, or it is a link or no regular file.
     """
     end = time.monotonic() + _STATEMENT_S
     while True:
         try:
-            with path.open("rb") as f:
+            with open(path, "rb", opener=regular_file) as f:
                 found = json.loads(f.read(_LARGEST_STATEMENT))
+        except OSError as e:
+            raise ConfigError(
+                f"{path}: expected the description of an export, got: {e.strerror}. Choose another destination"
+            ) from e
         except (ValueError, RecursionError):
             found = None
         if isinstance(found, dict):

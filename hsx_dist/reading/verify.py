@@ -27,7 +27,7 @@ from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.select import key_hash
 from hsx_dist.reading.statistics import damaged_statistics
 from hsx_dist.store import Store
-from hsx_dist.store.output_file import without_link, writable
+from hsx_dist.store.output_file import regular_file, writable
 
 # All exponent bits are set: infinity or NaN.
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
@@ -223,7 +223,7 @@ class _SoundParts:
         self._sound: dict[tuple[str | None, str, str], dict[str, int]] = {}
         if path is not None:
             try:
-                with open(path, "a+", opener=without_link) as f:
+                with open(path, "a+", opener=regular_file) as f:
                     f.seek(0)
                     text = f.read()
                     if text and not text.endswith("\n"):
@@ -254,7 +254,7 @@ class _SoundParts:
     def note(self, run_id: str, receipt: Receipt, tally: VerifyReport) -> None:
         if self._path is not None:
             counts = {n: getattr(tally, n) for n in _TALLIED}
-            with writable(self._path, "file"), open(self._path, "a", opener=without_link) as f:
+            with writable(self._path, "file"), open(self._path, "a", opener=regular_file) as f:
                 f.write(json.dumps({"run": run_id, "part": receipt.part, "crc32c": receipt.crc32c, **counts}) + "\n")
 
 

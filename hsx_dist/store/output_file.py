@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,9 +22,16 @@ from hsx_dist.store.folders import SAFELY, opened
 _RUST = re.compile(r"\(os error (\d{1,4})\)")
 
 
-def without_link(path: str, flags: int) -> int:
-    """Opener for ``open``. Raises ``OSError`` for a link."""
-    return os.open(path, flags | SAFELY, 0o666)
+def regular_file(path: str, flags: int) -> int:
+    """Opener for ``open`` of a path that another user may have made. A FIFO does not block it.
+
+    Raises ``OSError`` for a link, a FIFO, a socket, a device and a folder.
+    """
+    fd = os.open(path, flags | SAFELY, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return fd
 
 
 @contextmanager

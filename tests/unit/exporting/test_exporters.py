@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 from collections.abc import Iterable
@@ -727,6 +728,20 @@ def test_an_export_waits_for_another_one_to_say_what_the_folder_holds(
     monkeypatch.setattr("hsx_dist.exporting.export._STATEMENT_S", 0.1)
     with pytest.raises(ConfigError, match="empty or damaged"):
         export_run(run, "vllm", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_an_export_reads_no_export_json_that_is_a_link_or_a_fifo(kind: str, run: Run, tmp_path: Path) -> None:
+    export_run(run, "vllm", tmp_path / "other")
+    (tmp_path / "dest").mkdir()
+    statement = tmp_path / "dest" / "export.json"
+    if kind == "link":
+        statement.symlink_to(tmp_path / "other" / "export.json")
+    else:
+        os.mkfifo(statement)
+    with pytest.raises(ConfigError, match=r"got: (Too many levels|not a regular file)"):
+        export_run(run, "vllm", tmp_path / "dest")
+    assert [path.name for path in (tmp_path / "dest").iterdir()] == ["export.json"]
 
 
 def test_samples_that_an_exporter_does_not_read_are_in_no_other_file(

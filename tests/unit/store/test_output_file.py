@@ -6,6 +6,7 @@ import os
 import resource
 import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hsx_dist.observe.dashboard import write_dashboards
 from hsx_dist.reading.cache import CachedStore
 from hsx_dist.store.folder_listing import UNFINISHED
 from hsx_dist.store.local import LocalStore
-from hsx_dist.store.output_file import output_file, writable
+from hsx_dist.store.output_file import output_file, regular_file, writable
 
 
 def names(folder: Path) -> list[str]:
@@ -75,6 +76,20 @@ def test_devices_are_written_directly(tmp_path: Path) -> None:
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
         assert pipe.read() == b"page"
+
+
+@pytest.mark.parametrize("mode", ["rb", "a"])
+@pytest.mark.parametrize("kind", ["file", "link", "fifo", "device"])
+def test_only_a_regular_file_is_opened(tmp_path: Path, kind: str, mode: str) -> None:
+    path = Path("/dev/null") if kind == "device" else tmp_path / "name"
+    if kind == "file":
+        path.touch()
+    elif kind == "link":
+        path.symlink_to("absent")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    with nullcontext() if kind == "file" else pytest.raises(OSError, match=str(path)):
+        open(path, mode, opener=regular_file).close()
 
 
 @pytest.mark.parametrize("library", ["torch", "safetensors"])
