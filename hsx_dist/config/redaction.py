@@ -27,16 +27,20 @@ _ADDRESS = re.compile(r"[^\s,'\"]+")
 #: A parameter's name, up to its value. JSON of some languages has the code of ``&``.
 _PARAMETER = re.compile(r"(?:[?&;#]|\\u0026)([^=&;#?\s\\]{1,200})=")
 _PARAMETER_ENDS = re.compile(r"[&\s'\"<>]|\\u0026|\Z")
-#: A name and a quoted value, or a list of them: ``'name': 'value'``, ``"name": ["value"]``, ``name='value'``,
-#: ``('name', 'value')``. The quotes of JSON within JSON have backslashes.
+#: The quotes of JSON within JSON have backslashes.
+_QUOTE = r"(\\*(?:'''|\"\"\"|['\"]))"
+#: Text of a list or of an object that is in no quotes, such as ``None, 1, [``. JSON within JSON may have ``\n`` in it.
+_UNQUOTED = r"(?:[^'\"\\\])}]|\\++\w){0,200}+"
+#: A name and a quoted value, or a list of them: ``'name': 'value'``, ``"name": [null, "value"]``, ``name='value'``,
+#: ``('name', 'value')``.
 _SETTING = re.compile(
-    r"(?<![\w.-])([\w.-]{1,100})(?:(?:\\*['\"])?\s{0,40}[:=]|\\*['\"]\s{0,40}(,))\s{0,40}([\[({]\s{0,40})?"
-    r"(?i:[bfru]{0,2})(\\*(?:'''|\"\"\"|['\"]))"
+    r"(?<![\w.-])([\w.-]{1,100})(?:(?:\\*['\"])?\s{0,40}[:=]|\\*['\"]\s{0,40}(,))\s{0,40}"
+    rf"([\[({{]{_UNQUOTED})?(?i:[bfru]{{0,2}}){_QUOTE}"
 )
 #: The next quoted text of a list or of an object, also the name of its next member.
-_NEXT_VALUE = re.compile(r"[^'\"\\\])}]{0,200}(\\*['\"])")
+_NEXT_VALUE = re.compile(_UNQUOTED + _QUOTE)
 _IS_NAME = re.compile(r"\\*['\"]\s{0,40}[:=]")
-_ELEMENT = re.compile(r"<([\w.:-]{1,100})(\s[^<>]{0,200})?>(?!\(not)(?:\s{0,40}<!\[CDATA\[)?[^<]+")
+_ELEMENT = re.compile(r"<([\w.:-]{1,100})(\s[^<>]*+)?>(?!\(not)(?:\s{0,40}<!\[CDATA\[)?[^<]+")
 _TOKEN = re.compile(
     rf"({BEFORE_TOKEN})[^\s'\"]+|((?i:\b(?:bearer|basic)\s{{1,4}}))(?=[^\s'\"]*\d)[^\s'\"]{{16,}}|{KNOWN_TOKEN}"
 )
@@ -128,8 +132,8 @@ def _settings(text: str) -> Iterator[tuple[int, int]]:
         quote, at = found[4], found.end()
         while True:
             end = _closing(text, quote, at)
-            if found[2] and _IS_NAME.match(text, end):  # the next setting, and no pair of a name and a value
-                at = min(at, end)
+            if found[2] and not found[3] and _IS_NAME.match(text, end):
+                at = min(at, end)  # the next setting, and no pair of a name and a value
                 break
             if end > at and not text.startswith(HIDDEN, at) and not is_env_reference(text[at:end]):
                 yield at, end

@@ -49,6 +49,15 @@ HUB = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZabcdefgh"
             f"'credentials': {{'a': 3, 'b': '{SECRET}', 'c': r'{SECRET}'}}",
             "'credentials': {'(not shown)': 3, '(not shown)': '(not shown)', '(not shown)': r'(not shown)'}",
         ),
+        (f"get(auth=(None, '{SECRET}'), n='m')", "get(auth=(None, '(not shown)'), n='m')"),
+        (f'"secrets": [null, 1, "{SECRET}"], "n": "m"', '"secrets": [null, 1, "(not shown)"], "n": "m"'),
+        (f"'credentials': {{1: b'{SECRET}'}}", "'credentials': {1: b'(not shown)'}"),
+        (f"cookies=[{{'value': '{SECRET}'}}], n='m'", "cookies=[{'(not shown)': '(not shown)'}], n='m'"),
+        (f'"credentials": [["u", "{SECRET}"]]', '"credentials": [["(not shown)", "(not shown)"]]'),
+        (f'\\"auth\\": [\\n null,\\n \\"{SECRET}\\"', '\\"auth\\": [\\n null,\\n \\"(not shown)\\"'),
+        (f"('auth', {{'v': '{SECRET}'}})", "('auth', {'(not shown)': '(not shown)'})"),
+        (f"secret=['a', '''it's {SECRET}''']", "secret=['(not shown)', '''(not shown)''']"),
+        (f"<Token xmlns='{'x' * 300}'>{SECRET}</Token>", f"<Token xmlns='{'x' * 300}'>(not shown)</Token>"),
         (f"password='''it's {SECRET}''', n='m'", "password='''(not shown)''', n='m'"),
         (f"secret=r'{SECRET}', 'token': Rb\"{SECRET}\"", "secret=r'(not shown)', 'token': Rb\"(not shown)\""),
         (f"<Password> <![CDATA[{SECRET}]]></Password>", "<Password>(not shown)</Password>"),
@@ -97,6 +106,9 @@ def test_credentials_are_hidden(text: str, shown: str) -> None:
         "basic internationalization of the tokenizer",
         "hf_hub_download_with_retries, hf_Llama-3.2-1B-Instruct, sk-news-corpus-2020.jsonl, task-sk-learn, ghp_x",
         "the Authorization header has no Bearer token",
+        "unexpected token, 'x'; key=[1, None], n='m'; key_states: (8, 128) of 'cpu'",
+        "for key in ('a', 'b'): token[i] = f(['c'])['d']; ['token', [1, 2], 'n']",
+        "<Tokenizer with a vocabulary of 49152>text",
     ],
 )
 def test_other_text_stays(text: str) -> None:
@@ -144,6 +156,11 @@ PIECES = (
         "AccountKey=",
         "BEGIN PRIVATE KEY",
         "END PRIVATE KEY",
+        "auth=(None, ",
+        "'key', [[",
+        "{1: '",
+        "\\n",
+        "<Key a='",
     ),
 )
 
@@ -242,6 +259,7 @@ def test_a_cut_separates_no_value_from_its_name(monkeypatch: pytest.MonkeyPatch,
         ),
         *("<key><![CDATA[", "'key':{'a':", "key='''", "key=[''''", 'Authorization:Basic "', 'Authorization:Basic \\"'),
         *("'a':['b',", "'key':['b',", "'key',", "?key=?", "?a=?", "a='", "key='", "\\'key':\\'", "key=[", "\\"),
+        *("a=[", "key=[a=[\\\\", "key=[\\a", "key=['',[[", "<key a", "<key a='", "'key',{1:'a':", "key=['''"),
     ],
 )
 @pytest.mark.parametrize("head", ["", "http://", "u:"])
