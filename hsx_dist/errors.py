@@ -26,6 +26,14 @@ def install_extra(name: str) -> str:
     return f'Run pip install ".[{name}]" in a checkout of hsx_dist'
 
 
+def is_error(error: BaseException) -> bool:
+    """Whether a call failed: an ``Exception``, or a panic in a library's Rust code.
+
+    A panic's class is no ``Exception``. Each library has its own class of that name, and none can be imported.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 class HsxError(Exception):
     """Base of all errors that hsx_dist raises on purpose."""
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from hsx_dist.config import ExtractConfig, public_url
-from hsx_dist.errors import ConfigError, InputError
+from hsx_dist.errors import ConfigError, InputError, is_error
 from hsx_dist.inputs.loss_mask import mask_of_spans, spans_of_roles
 from hsx_dist.inputs.rendered import require_rendered
 from hsx_dist.inputs.row_values import shown
@@ -81,7 +81,9 @@ def load_tokenizer(model: str, *, revision: str | None = None, engine_kwargs: Ma
             trust_remote_code=bool(engine_kwargs.get("trust_remote_code", False)),
             use_fast=engine_kwargs.get("tokenizer_mode") != "slow",
         )
-    except Exception as e:
+    except BaseException as e:
+        if not is_error(e):
+            raise
         # For a tokenizer that is missing or unreadable, transformers raises OSError, ValueError, KeyError, …
         why = public_url((str(e).splitlines() or [""])[0])[:200]  # it may name the hub's URL
         raise ConfigError(
@@ -185,7 +187,9 @@ class RowEncoder:
             return _ints(self._tokenised(text)["input_ids"])
         except InputError:
             raise
-        except Exception as e:
+        except BaseException as e:
+            if not is_error(e):
+                raise
             raise InputError(f"expected text that the tokenizer accepts, got {_error_text(e)}. Correct the row") from e
 
     def _tokenised(self, text: str, **options: Any) -> Any:
@@ -210,7 +214,9 @@ class RowEncoder:
             return _ints(self._tokenised(whole, **_AS_RENDERED)["input_ids"]), None
         except InputError:
             raise
-        except Exception as e:
+        except BaseException as e:
+            if not is_error(e):
+                raise
             raise InputError(
                 f"expected messages that the model's chat template accepts, got {_error_text(e)}. Correct the row, or "
                 "chat_template_kwargs"
@@ -270,5 +276,5 @@ def _ints(ids: Any) -> list[int]:
     return [int(i) for i in ids]
 
 
-def _error_text(e: Exception) -> str:
+def _error_text(e: BaseException) -> str:
     return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"

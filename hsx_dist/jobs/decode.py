@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, is_error
 from hsx_dist.logger import get_logger
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
 
@@ -60,14 +60,32 @@ def load_decoder(source: str) -> Decode:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         else:
             tokenizer = Tokenizer.from_pretrained(source)
-    except Exception as e:  # the package raises Exception itself
-        why = (str(e).splitlines() or [""])[0][:200]
+    except BaseException as e:  # the package raises Exception itself
+        if not is_error(e):
+            raise
         raise ConfigError(
             f"--tokenizer: expected a folder or a repository of the hub with tokenizer.json, got {source!r} "
-            f"({type(e).__name__}: {why}). Check the name and the access to it"
+            f"({_why(e)}). Check the name and the access to it"
         ) from e
-    # The package takes unsigned 32-bit ids; a stored id may be any int64.
-    return lambda ids: tokenizer.decode([i for i in ids if 0 <= i <= _MAX_ID], skip_special_tokens=False)
+
+    def decode(ids: Sequence[int]) -> str:
+        # The package takes unsigned 32-bit ids; a stored id may be any int64.
+        known = [i for i in ids if 0 <= i <= _MAX_ID]
+        try:
+            return str(tokenizer.decode(known, skip_special_tokens=False))
+        except BaseException as e:
+            if not is_error(e):
+                raise
+            raise ConfigError(
+                f"--tokenizer: expected a tokenizer that decodes the stored ids, got {_why(e)}. Name the model's own, "
+                "or leave the option out"
+            ) from e
+
+    return decode
+
+
+def _why(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def _is_builtin(meaning: Any) -> bool:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from hsx_dist.config.urls import public_url
-from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, Unavailable
+from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, Unavailable, is_error
 from hsx_dist.store.base import (
     PATIENCE_S,
     PIECES_AT_ONCE,
@@ -281,7 +281,7 @@ class ObstoreStore:
         except HsxError:
             raise
         except BaseException as e:
-            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # a panic in obstore's Rust code
+            if not is_error(e):
                 raise
             if past_end is not None and past_the_end(e):
                 return past_end

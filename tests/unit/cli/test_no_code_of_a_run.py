@@ -116,6 +116,18 @@ def test_a_run_of_the_builtin_model_is_shown_as_text(
     assert found([1, 0]) == "world hello"
 
 
+def test_a_tokenizer_that_panics_is_a_wrong_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Regex, Tokenizer, decoders, models
+
+    tokenizer = Tokenizer(models.WordLevel({"a" * 60 + "b": 0, "a": 1}))
+    tokenizer.decoder = decoders.Replace(Regex("(a|aa)+$"), "x")  # too many ways to match the first word
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = decode.load_decoder(str(tmp_path))
+    assert found([1]) == "x"
+    with pytest.raises(decode.ConfigError, match="a tokenizer that decodes the stored ids, got PanicException"):
+        found([0])
+
+
 def test_a_tokenizer_of_the_hub_is_asked_for_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     import tokenizers
 

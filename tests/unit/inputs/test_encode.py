@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from hsx_dist.errors import ConfigError, InputError
@@ -219,6 +219,21 @@ def test_a_template_that_needs_the_texts_themselves_is_not_judged(folder: Path) 
 def test_a_template_that_raises_refuses_the_row(tokenizer: Any) -> None:
     with pytest.raises(InputError, match="chat template accepts, got TemplateError: no tools here"):
         RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=[{"role": "tool", "content": "a"}]))
+
+
+def test_a_text_on_which_the_tokenizer_panics_refuses_the_row(folder: Path) -> None:
+    """A panic is no ``Exception``. The regular expressions of Qwen's tokenizers panic on megabytes of blanks."""
+    tokenizer = load_tokenizer(str(folder))
+    split = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")  # too many ways to match the text
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), split])
+    encoder = RowEncoder(tokenizer, 10)
+    text = "a" * 60 + "b"
+    with pytest.raises(InputError, match="text that the tokenizer accepts, got PanicException: Onig"):
+        encoder.encode(Row("k", 0, text=text))
+    for rules in (RowRules(), RowRules(loss_roles=("user",))):
+        with pytest.raises(InputError, match="chat template accepts, got PanicException: Onig"):
+            RowEncoder(tokenizer, 10, rules=rules).encode(Row("k", 0, messages=[{"role": "user", "content": text}]))
+    assert encoder.encode(Row("k", 0, text="a b")).token_ids == [0, 3, 4]
 
 
 def test_a_model_without_a_template(folder: Path) -> None:
