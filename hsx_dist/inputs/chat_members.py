@@ -1,4 +1,4 @@
-"""Checks that the members of messages are text and calls, which a chat template can render, or no part of a chat."""
+"""Checks that messages are text and calls, which a chat template can render, and that tools are functions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _MESSAGE = frozenset({"role", "content", "tool_calls", *_THOUGHTS}) | _DESCRIBE
 _PART = frozenset({"type", "text", "id", "annotations", "cache_control"})
 _TEXT_TYPES = (None, "text", "input_text", "output_text")
 _CALL = frozenset({"id", "type", "function"})
+_TOOL = _CALL | {"cache_control"}
 _FUNCTION = frozenset({"name", "arguments"})
 
 
@@ -64,15 +65,35 @@ def _require_text(part: Any, i: int) -> None:
         )
 
 
-def _require_call(call: Any, i: int) -> None:
-    function = call.get("function", call) if isinstance(call, dict) else call
+def require_functions(tools: list[Any] | None) -> None:
+    """Check that ``tools`` are named functions. Many templates print nothing for others, or only the function.
+
+    Raises:
+        InputError: a tool is something else.
+    """
+    for i, tool in enumerate(tools or []):
+        function = _named_function(tool, f"tool {i}", "a tool", "a name, a description and parameters")
+        if function is not tool:
+            _require_members(tool, _TOOL, f"tool {i}", "Write the function's name, description and parameters")
+
+
+def _named_function(item: Any, what: str, kind: str, members: str) -> dict[str, Any]:
+    """Return the function of a call or a tool: its member ``function``, or the call or the tool itself."""
+    function = item.get("function", item) if isinstance(item, dict) else item
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name or call.get("type", "function") != "function":
-        got = f"a call of type {shown(call['type'])}" if isinstance(call, dict) and "type" in call else kind_of(call)
+    other = isinstance(item, dict) and item.get("type", "function") != "function"
+    if other or not isinstance(name, str) or not name.strip():
+        nameless = f"{kind} whose function has no name" if isinstance(function, dict) else kind_of(function)
+        got = f"{kind} of type {shown(item['type'])}" if other else nameless
         raise InputError(
-            f"expected tool_calls of message {i} to be calls of named functions, got {got}. Write each call as an "
-            "object of type function, whose function has a name and arguments"
+            f"expected {what} to be {kind} of a named function, got {got}. Write it as an object of type function, "
+            f"whose function has {members}"
         )
+    return function
+
+
+def _require_call(call: Any, i: int) -> None:
+    function = _named_function(call, f"each of tool_calls of message {i}", "a call", "a name and arguments")
     what, todo = f"a call of message {i}", "Write the function's name and its arguments"
     if function is not call:
         _require_members(call, _CALL, what, todo)

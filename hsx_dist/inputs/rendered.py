@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hsx_dist.errors import InputError
-from hsx_dist.inputs.chat_members import require_text_and_calls
+from hsx_dist.inputs.chat_members import require_functions, require_text_and_calls
 from hsx_dist.inputs.row_values import kind_of, shown
 
 #: Stands for a text of a message (of the whole content, or of a part), or for a name of a function.
@@ -37,9 +37,10 @@ def require_rendered(messages: list[dict[str, Any]], tools: list[Any] | None, re
 
     Raises:
         InputError: a text, a call or a tool is missing, or Python code is in its place; a message has something else
-            than texts and calls. Also raises any error of ``render``.
+            than texts and calls. A tool is no named function. Also raises any error of ``render``.
     """
     require_text_and_calls(messages)
+    require_functions(tools)
     if any(message.get("content") is None for message in messages):
         _require_no_none(messages, tools, render)
     marks = [_marks(i, message.get("content")) for i, message in enumerate(messages)]
@@ -100,20 +101,15 @@ def _without_the_word(value: Any) -> Any:
     return [_without_the_word(item) for item in value] if isinstance(value, list) else value
 
 
-def _with_names(functions: Any, prefix: str) -> tuple[Any, list[str]]:
+def _with_names(functions: list[Any] | None, prefix: str) -> tuple[list[Any] | None, list[str]]:
     """Return tools or tool calls with a mark as the name of each function, and the marks."""
-    if not isinstance(functions, list):
+    if not functions:
         return functions, []
-    found: list[Any] = []
-    names: list[str] = []
-    for n, item in enumerate(functions):
-        inner = item.get("function", item) if isinstance(item, dict) else None
-        if isinstance(inner, dict) and isinstance(inner.get("name"), str) and inner["name"]:
-            names.append(_MARK.format(prefix, n, ""))
-            named = {**inner, "name": names[-1]}
-            found.append({**item, "function": named} if "function" in item else named)
-        else:
-            found.append(item)
+    names = [_MARK.format(prefix, n, "") for n in range(len(functions))]
+    found = [
+        {**item, "function": {**item["function"], "name": name}} if "function" in item else {**item, "name": name}
+        for item, name in zip(functions, names, strict=True)
+    ]
     return found, names
 
 

@@ -15,6 +15,7 @@ from hsx_dist.inputs.encode import RowEncoder, load_tokenizer
 from hsx_dist.inputs.rows import Row, rows_from
 from hsx_dist.models.builtin import smollm2
 
+CONFIG = InputConfig()
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "fine"}
 #: The styles of Gemma 3 and Qwen2.5: parts of text and media, and calls.
@@ -66,7 +67,10 @@ def called(arguments: Any) -> dict[str, Any]:
         ({**ANSWER, "reasoning": ["a"]}, "expected reasoning of message 1 to be a string, got a list"),
         ({**ANSWER, "tool_calls": {"name": "f"}}, "expected tool_calls of message 1 to be a list, got an object"),
         ({**ANSWER, "tool_calls": '[{"name": "f"}]'}, "expected tool_calls of message 1 to be a list, got a string"),
-        ({**ANSWER, "tool_calls": ["f"]}, "to be calls of named functions, got a string"),
+        (
+            {**ANSWER, "tool_calls": ["f"]},
+            "expected each of tool_calls of message 1 to be a call of a named function, got a string",
+        ),
         ({**ANSWER, "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}, "got a call of type 'custom'"),
         ({**ANSWER, "tool_calls": [{"name": "f", "parameters": {"a": 1}}]}, "got 'parameters', an object"),
         ({**ANSWER, "tool_calls": [{"function": {"name": "f"}, "output": "a"}]}, "got 'output', a string"),
@@ -76,6 +80,57 @@ def test_a_member_that_a_template_would_ignore_is_refused(tokenizer: Any, messag
     with pytest.raises(InputError) as error:
         prompt(tokenizer, USER, message, ANSWER)
     assert got in str(error.value)
+
+
+FUNCTION = {"name": "f", "description": "finds", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize(
+    ("tool", "got"),
+    [
+        ({"type": "web_search"}, "got a tool of type 'web_search'"),
+        ({"type": "custom", "name": "f"}, "got a tool of type 'custom'"),
+        ({"type": "function", "function": {**FUNCTION, "name": None}}, "got a tool whose function has no name"),
+        ({"type": "function", "function": {**FUNCTION, "name": " "}}, "got a tool whose function has no name"),
+        ({"type": "function", "function": {}}, "got a tool whose function has no name"),
+        ({"type": "function", "function": "f"}, "got a string"),
+        ({"name": "f", "function": {"parameters": {}}}, "got a tool whose function has no name"),
+        ({"toolSpec": FUNCTION}, "got a tool whose function has no name"),
+        ({"function_declarations": [FUNCTION]}, "got a tool whose function has no name"),
+        ({"type": "function", "function": {"name": "f"}, "description": "finds"}, "got 'description', a string"),
+    ],
+)
+def test_a_tool_that_is_no_named_function_is_refused(tokenizer: Any, tool: dict[str, Any], got: str) -> None:
+    """Templates without tools print nothing for a tool, and its name shows that it is missing."""
+    (row,) = rows_from(
+        [{"messages": [USER, ANSWER], "tools": [{"type": "function", "function": FUNCTION}, tool]}], CONFIG
+    )
+    assert isinstance(row, Row)
+    tools = "{% for tool in tools %}{% set f = tool.function or tool %}{{ f.name }} {{ f.description }}{% endfor %}"
+    with pytest.raises(InputError) as error:
+        RowEncoder(tokenizer, 1000, {"chat_template": tools + TEMPLATE}).encode(row)
+    assert str(error.value).startswith("expected tool 1 to ")
+    assert got in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "function", "function": FUNCTION},
+        {"type": "function", "function": {**FUNCTION, "strict": True}, "cache_control": {"type": "ephemeral"}},
+        FUNCTION,
+        {"type": "function", **FUNCTION},
+        {"name": "f", "input_schema": {"type": "object"}},
+    ],
+)
+@pytest.mark.parametrize("form", [list, json.dumps])
+def test_tools_of_public_data_are_rendered(tokenizer: Any, tool: dict[str, Any], form: Any) -> None:
+    """Hermes and Toucan have OpenAI's form, xLAM and ToolACE functions alone. Some have them as a JSON text."""
+    (row,) = rows_from([{"messages": [USER, ANSWER], "tools": form([tool])}], CONFIG)
+    assert isinstance(row, Row)
+    template = "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}" + TEMPLATE
+    ids = RowEncoder(tokenizer, 1000, {"chat_template": template}).encode(row).token_ids
+    assert tokenizer.decode(ids).startswith(json.dumps(tool))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +175,10 @@ def test_members_that_are_empty_or_describe_a_message_are_accepted(tokenizer: An
     "message",
     [
         ANSWER,
-        *(called(arguments) for arguments in ('{"city": "Rome"}', '{"a": null}', {"b": 1, "a": [2]}, "", None, ...)),
+        *(
+            called(arguments)
+            for arguments in ('{"city": "Rome"}', '{"a": null}', {"b": 1, "a": [2]}, {}, "", None, ...)
+        ),
         {**ANSWER, "tool_calls": []},
         {**ANSWER, "reasoning": "so"},
         {"role": "tool", "tool_call_id": "1", "name": "f", "content": "a"},
