@@ -8,6 +8,7 @@ from hsx_dist.errors import InputError
 from hsx_dist.inputs.row_values import kind_of, shown
 
 #: Thoughts of an answer. Templates leave out those of earlier turns on purpose.
+#: The first two are names of the same thoughts.
 _THOUGHTS = ("reasoning", "reasoning_content", "thinking")
 #: Members that describe a message: those of chat APIs, then WildChat's.
 _DESCRIBE = frozenset({"name", "tool_call_id", "id", "type", "status", "model", "finish_reason", "annotations"}) | {
@@ -37,6 +38,11 @@ def require_text_and_calls(messages: list[dict[str, Any]]) -> None:
                 raise InputError(
                     f"expected {name} of message {i} to be a string, got {kind_of(message[name])}. Write it as text"
                 )
+        if len({text for name in _THOUGHTS[:2] if (text := message.get(name, "")).strip()}) > 1:
+            raise InputError(
+                f"expected reasoning and reasoning_content of message {i} to be the same text, got two texts. Remove "
+                "one of them"
+            )
         content = message.get("content")
         for part in content if isinstance(content, list) else []:
             _require_text(part, i)

@@ -53,11 +53,14 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
         content = message.pop("content", None)
         content = message.pop("value", None) if content is None else content
         message = {"role": _SHAREGPT.get(role, role), "content": content, **message}
+    if message.get("content") == []:
+        message["content"] = ""  # templates for text alone print an empty list as []
     if not message.get("tool_calls", True):
         del message["tool_calls"]  # templates take an empty list for calls
-    thoughts = message.get("reasoning", message.get("reasoning_content"))
-    if thoughts is not None and message.get("role") == "assistant":
-        message |= {"reasoning": thoughts, "reasoning_content": thoughts}  # each template knows one of these names
+    thoughts = [message[name] for name in ("reasoning", "reasoning_content") if name in message]
+    told = [t for t in thoughts if not isinstance(t, str) or t.strip()] or thoughts
+    if told and told[0] == told[-1] and message.get("role") == "assistant":
+        message |= {"reasoning": told[0], "reasoning_content": told[0]}  # each template knows one of these names
     return message
 
 
@@ -73,7 +76,9 @@ def _called(messages: list[Any]) -> Iterator[dict[str, Any]]:
 
 def _arguments(function: dict[str, Any], name: str, most: int) -> dict[str, Any]:
     """Return a call's arguments as an object. OpenAI's calls have them as a JSON text, which templates encode again."""
-    arguments = function.get("arguments") or {}
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        return {}
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"{name}: arguments of a call", most)
     if not isinstance(arguments, dict):

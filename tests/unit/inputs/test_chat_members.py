@@ -65,6 +65,7 @@ def called(arguments: Any) -> dict[str, Any]:
         ({**ANSWER, "audio": [0.5, 0.25]}, "got 'audio', a list"),
         ({**ANSWER, "refusal": "no"}, "got 'refusal', a string"),
         ({**ANSWER, "reasoning": ["a"]}, "expected reasoning of message 1 to be a string, got a list"),
+        ({**ANSWER, "reasoning": "a", "reasoning_content": "b"}, "of message 1 to be the same text, got two texts"),
         ({**ANSWER, "tool_calls": {"name": "f"}}, "expected tool_calls of message 1 to be a list, got an object"),
         ({**ANSWER, "tool_calls": '[{"name": "f"}]'}, "expected tool_calls of message 1 to be a list, got a string"),
         (
@@ -179,6 +180,7 @@ def test_members_that_are_empty_or_describe_a_message_are_accepted(tokenizer: An
             called(arguments)
             for arguments in ('{"city": "Rome"}', '{"a": null}', {"b": 1, "a": [2]}, {}, "", None, ...)
         ),
+        *({**answer, "content": []} for answer in (ANSWER, called({}))),
         {**ANSWER, "tool_calls": []},
         {**ANSWER, "reasoning": "so"},
         {"role": "tool", "tool_call_id": "1", "name": "f", "content": "a"},
@@ -193,10 +195,21 @@ def test_the_prompt_is_that_of_vllms_server(tokenizer: Any, message: dict[str, A
     assert prompt(tokenizer, USER, message, ANSWER) == tokenizer.apply_chat_template(served, tokenize=False)
 
 
+def test_an_empty_list_is_an_empty_text(tokenizer: Any) -> None:
+    """Llama 3's template joins a list to a text as ``[]``, and finds no call in it."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
+    empty = {"from": "gpt", "value": []}
+    (row,) = rows_from([{"messages": [USER, empty, USER, {**ANSWER, "content": []}]}], CONFIG)
+    ids = RowEncoder(tokenizer, 1000, {"chat_template": template}).encode(row).token_ids
+    assert tokenizer.decode(ids) == "user: hello\nassistant: \n" * 2
+
+
 def test_both_names_of_thoughts_reach_the_template(tokenizer: Any) -> None:
     """vLLM's server renames ``reasoning_content`` of a request, and gives a template both names."""
     both = [row_of(USER, {**ANSWER, name: "so"}).messages[1] for name in ("reasoning", "reasoning_content")]
     assert both == [{**ANSWER, "reasoning": "so", "reasoning_content": "so"}] * 2
+    for one, other in (("", "so"), ("so", "\n"), ("so", "so")):
+        assert row_of(USER, {**ANSWER, "reasoning": one, "reasoning_content": other}).messages[1] == both[0]
     assert "so" in prompt(tokenizer, USER, {**ANSWER, "reasoning": "so"})
 
 
@@ -211,6 +224,9 @@ def test_a_call_without_a_function_member_has_its_arguments_parsed(tokenizer: An
         ("{", "got a text that is not JSON in a call of 'f'"),
         ("[1]", "got a list in a call of 'f'"),
         ([1], "got a list in a call of 'f'"),
+        ([], "got an empty list in a call of 'f'"),
+        (0, "got an integer in a call of 'f'"),
+        (False, "got a boolean in a call of 'f'"),
         ('{"a": 1, "a": 2}', "expected each member of a JSON object once, got 'a' twice"),
         ('{"a": "\\ud800"}', "expected valid Unicode"),
         ('{"a":' + "[" * 70 + "]" * 70 + "}", "nested at most 64 deep"),
