@@ -65,6 +65,7 @@ class DecompressedFile(io.RawIOBase):
         self._make = make
         self._frame: _Decompressor | None = None
         self._rest = b""  # compressed bytes after the end of a frame
+        self._padding = b""  # what may be between frames, and after the last one
 
     def readable(self) -> bool:
         return True
@@ -75,15 +76,16 @@ class DecompressedFile(io.RawIOBase):
         while True:
             data = b""
             if self._frame is None or self._frame.needs_input:
-                data = self._rest
-                if not data:
-                    data = self._source.read(_READ)
+                data = self._rest or self._source.read(_READ)
                 self._rest = b""
                 if not data and self._frame is not None:
                     raise EOFError("the file ends within a compressed frame")
                 if not data:
                     return 0
             if self._frame is None:
+                data = data.lstrip(self._padding)
+                if not data:
+                    continue
                 self._frame = self._make()
             try:
                 found = self._frame.decompress(data, len(target))
@@ -92,6 +94,8 @@ class DecompressedFile(io.RawIOBase):
             if self._frame.eof:
                 self._rest = self._frame.unused_data
                 self._frame = None
+                # The format xz allows null bytes after a stream. The first byte of a file may be a null, as in .lzma.
+                self._padding = b"\0" if self._make is xz_decompressor else b""
             if found:
                 target[: len(found)] = found
                 return len(found)

@@ -24,7 +24,7 @@ import zstandard
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.inputs import lines, records, rows, tables
+from hsx_dist.inputs import decompress, lines, records, rows, tables
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.inputs.row_cost import cost_of_columns, cost_of_json, most_cost
 from hsx_dist.inputs.rows import Row, read_rows, rows_from
@@ -335,6 +335,19 @@ def test_every_frame_of_a_compressed_file_is_read(tmp_path: Path, ending: str) -
     path.write_bytes(data[:-3])
     with pytest.raises(FormatError, match="broken compressed data"):
         list(read_rows(InputConfig(path=str(path))))
+
+
+def test_null_bytes_between_xz_streams_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The format calls them stream padding. Tools that write whole blocks add them."""
+    monkeypatch.setattr(decompress, "_READ", 7)
+    first, second = (lzma.compress(b'{"text":"%d"}\n' % i) for i in range(2))
+    path = tmp_path / "a.jsonl.xz"
+    path.write_bytes(first + bytes(32) + second + bytes(4))
+    assert [row.text for row in read_rows(InputConfig(path=str(path))) if isinstance(row, Row)] == ["0", "1"]
+    for damaged in (first + bytes(4) + second[:-3], bytes(4) + first, first + bytes(4) + b"x"):
+        path.write_bytes(damaged)
+        with pytest.raises(FormatError, match="broken compressed data"):
+            list(read_rows(InputConfig(path=str(path))))
 
 
 @pytest.mark.parametrize("ending", ["xz", "zst", "bz2"])
