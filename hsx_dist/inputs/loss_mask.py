@@ -14,6 +14,7 @@ from typing import Any
 
 from hsx_dist.errors import InputError
 from hsx_dist.inputs.rendered import texts_of
+from hsx_dist.inputs.row_values import shown
 
 #: (messages, whether the header of an answer follows them) → text
 Render = Callable[[list[dict[str, Any]], bool], str]
@@ -32,12 +33,14 @@ def spans_of_roles(
     message begins with its header. The chat's first message begins with its text, unless it is a system message: the
     template may write a default system message before it.
 
+    A message with ``weight`` or ``train`` 0 is left out.
+
     Raises:
-        InputError: the template renders a prefix in a way that cannot be found in the whole chat.
+        InputError: the template renders a prefix in a way that cannot be found in the whole chat. A flag is not 0 or 1.
     """
     found = []
     for i, message in enumerate(messages):
-        if message["role"] not in roles:
+        if message["role"] not in roles or not _is_trained(message, i):
             continue
         before = render(messages[:i], False) if i else ""
         if not whole.startswith(before):
@@ -58,6 +61,18 @@ def spans_of_roles(
             )
         found.append((start, start + length))
     return found
+
+
+def _is_trained(message: dict[str, Any], i: int) -> bool:
+    """Whether the flags of the message, those of OpenAI's fine-tuning and of axolotl, leave it in the loss."""
+    flags = {name: message[name] for name in ("weight", "train") if name in message}
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, int, float)) or flag not in (0, 1):
+            raise InputError(
+                f"loss_roles: expected {name} of message {i} to be 0 or 1, got {shown(flag)}. A loss mask has no other "
+                f"weights. Correct {name}, or give the row a loss_mask"
+            )
+    return all(flags.values())
 
 
 def _start_of_text(whole: str, messages: list[dict[str, Any]], render: Render) -> int:

@@ -113,6 +113,29 @@ def test_repeated_turns_are_not_in_the_loss_of_an_answer(tokenizer: Any, options
     assert last.removeprefix("<think>\n\n</think>\n\n") == "Yes.<|im_end|>"
 
 
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, GEMMA, QWEN3])
+@pytest.mark.parametrize("flags", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 1, "train": False}])
+def test_an_answer_of_weight_0_is_not_in_the_loss(tokenizer: Any, template: str, flags: dict[str, Any]) -> None:
+    first, last = said(tokenizer, template, CHAT)
+    kept = {"weight": 1, "train": True}
+    assert said(tokenizer, template, [CHAT[0], {**CHAT[1], **flags}, CHAT[2], {**CHAT[3], **kept}]) == [last]
+    assert said(tokenizer, template, [CHAT[0], {**CHAT[1], **kept}, CHAT[2], {**CHAT[3], **flags}]) == [first]
+    with pytest.raises(InputError, match="expected a loss mask with a 1 in it"):
+        said(tokenizer, template, [CHAT[0], {**CHAT[1], **flags}])
+
+
+@pytest.mark.parametrize(
+    ("flag", "got"), [({"weight": 0.5}, "weight of message 1 to be 0 or 1, got '0.5'"), ({"train": ""}, "train of")]
+)
+def test_a_weight_that_a_mask_cannot_have_is_refused(tokenizer: Any, flag: dict[str, Any], got: str) -> None:
+    chat = [{**CHAT[0], **flag}, {**CHAT[1], **flag}]
+    with pytest.raises(InputError, match=got):
+        said(tokenizer, CHATML, chat)
+    given = Row("k", 0, messages=chat, loss_mask=[1] * len(tokenizer.apply_chat_template(chat, return_dict=False)))
+    rules = RowRules(loss_roles=("assistant",))
+    assert RowEncoder(tokenizer, 500, rules=rules).encode(given).loss_mask == bytes(given.loss_mask or [])
+
+
 def test_other_roles(tokenizer: Any) -> None:
     assert said(tokenizer, CHATML, CHAT, ("user",)) == [
         f"{CHAT[0]['content']}<|im_end|>",
