@@ -71,6 +71,11 @@ class Index:
         #: Slot in the part. For a sample in several segments: -1 minus its position in ``_several``.
         self._slot: _Array = _joined(at - starts[part[at]], (-1 - i for i in range(len(several.keys))))[order]
         self._hash: _Array = _joined(hashes[at, 0], (b"" for _ in several.keys))[order]
+        #: Hash of all token ids of the row. The stored tokens may be few of them, or none.
+        of_rows = np.where(hashes[at, 1] == b"", hashes[at, 0], hashes[at, 1])
+        self._row_hash: _Array = _joined(of_rows, (b"" for _ in several.keys))[order]
+        if np.array_equal(self._row_hash, self._hash):
+            self._row_hash = self._hash  # as for nearly all runs: one array less
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -126,7 +131,7 @@ class Index:
         found = copy(self)
         found.conflicts, found.refused, found.failed = [], {}, {}
         found.keys, found._places = [self.keys[i] for i in places], None
-        for name in ("rows", "tokens", "raw_bytes", "stored_bytes", "_slot", "_hash"):
+        for name in ("rows", "tokens", "raw_bytes", "stored_bytes", "_slot", "_hash", "_row_hash"):
             setattr(found, name, getattr(self, name)[places])
         at = np.flatnonzero(found._slot < 0)
         found._several = self._several.only(-1 - found._slot[at])
@@ -142,15 +147,18 @@ class Index:
         return found
 
     def digest(self, *, cuts: bool = False) -> str:
-        """Hash of all samples in order (keys, lengths, token ids), 32 hex digits.
+        """Hash of all samples in order (keys, lengths, token ids of the rows), 32 hex digits.
 
-        ``cuts``: the hash of earlier versions, which also depends on how samples are cut into segments.
+        ``cuts``: the hash of earlier versions, of the stored tokens and of how samples are cut into segments. Empty if
+        the run selects tokens: of means, it covers no text.
         """
-        hashes = self._hash.copy()
+        if cuts and not np.array_equal(self._hash, self._row_hash):
+            return ""
+        hashes = self._row_hash.copy()
         for i in np.flatnonzero(self._slot < 0):
             of = [p for p in self[i].segments if p.segment.column == 0]
             # Equal to the hash of a single segment, so that several copies of a whole sample do not change the digest.
-            known = of[0].token_hash if len(of) == 1 else "" if cuts else of[0].sample_hash
+            known = "" if cuts and len(of) > 1 else of[0].sample_hash or (of[0].token_hash if len(of) == 1 else "")
             text = " ".join(f"{p.segment.start} {p.token_hash}" for p in of)
             hashes[i] = known or hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         h = hashlib.blake2b("\0".join(self.keys).encode("utf-8", "surrogatepass"), digest_size=16)

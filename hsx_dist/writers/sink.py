@@ -94,6 +94,7 @@ class PartSink:
         self._columns = SampleColumns()
         self._open = OpenPart()
         self._held = 0
+        self._line: set[int] = set()  # arrivals of pages that wait for room
         self._storing = 0  # parts
         self._stored_at = 0.0  # when a part last ended, or the first of those under way began
         self._looked_at = time.monotonic()
@@ -122,14 +123,14 @@ class PartSink:
         """Encode one page. After the call its buffer may be reused. Blocks while the sink holds ``max_bytes``.
 
         ``arrival``: the page's number, from ``arrive``, by default the next number. Needed if several threads add
-        pages: a small page overtakes a blocked large page.
+        pages: the threads may take them in another order.
 
         Raises:
             Fenced, StoreError: the sink is dead; the page is not encoded.
         """
         came = time.monotonic()
         arrival = self.arrive() if arrival is None else arrival
-        self._admit(page.nbytes)
+        self._admit(page.nbytes, arrival)
         admitted = time.monotonic()
         key = self._place(page.segment)
         grown = -page.nbytes
@@ -249,19 +250,25 @@ class PartSink:
             filling.touched = self._served
             return filling
 
-    def _admit(self, nbytes: int) -> None:
+    def _admit(self, nbytes: int, arrival: int) -> None:
+        """Wait for room. Pages wait in line: otherwise small pages would pass a large one for as long as they come."""
         with self._lock:
-            while True:
+            self._line.add(arrival)
+            try:
+                while arrival != min(self._line) or self._held + nbytes > self._opt.max_bytes:
+                    if self._dead is not None:
+                        raise self._dead
+                    if arrival == min(self._line) and not self._storing and not self._finishing:
+                        if not self._open.segments:
+                            break  # only unfinished segments are held: more pages must be accepted to complete them
+                        self._seal_locked()  # nothing else frees memory: store the complete segments
+                    self._lock.wait(1.0)
                 if self._dead is not None:
                     raise self._dead
-                if self._held + nbytes <= self._opt.max_bytes:
-                    break
-                if not self._storing and not self._finishing:
-                    if not self._open.segments:
-                        break  # only unfinished segments are held: more pages must be accepted to complete them
-                    self._seal_locked()  # nothing else frees memory: store the complete segments
-                self._lock.wait(1.0)
-            self._held += nbytes
+                self._held += nbytes
+            finally:
+                self._line.remove(arrival)
+                self._lock.notify_all()
 
     def _append(self, segment: EncodedSegment, arrival: int) -> None:
         header_bytes = segment.header_nbytes  # first: it raises if the sample's metadata does not fit into a header

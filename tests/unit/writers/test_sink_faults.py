@@ -205,8 +205,8 @@ class ClingingStore(WrappedStore):
             raise kept from None
 
 
-def test_the_later_sample_under_a_path_is_kept_if_it_overtakes_the_earlier(store):
-    """The earlier one's page waits for room. The later one's page is small enough to be accepted at once."""
+def test_pages_wait_in_line_for_room(store):
+    """A small page waits behind a large page, so that the later sample under a path is stored last."""
     (fills,), (large,), (small,) = pages("x", 16), named("a", 16, seed=1), named("b", 1, seed=2)
     data = small.data[:, :1].copy()
     small = replace(small, data=data, shape=data.shape)
@@ -218,11 +218,27 @@ def test_the_later_sample_under_a_path_is_kept_if_it_overtakes_the_earlier(store
     sender.send([fills], lambda _: None)
     assert hanging.hanging.wait(30)
     sender.send([large, small], lambda _: None)
-    assert told.get(timeout=30).segments[0].source == "b"
+    with pytest.raises(queue.Empty):
+        told.get(timeout=0.2)  # enough time to pass
     hanging.release()
     sender.close()
     sink.close()
+    assert {told.get(timeout=30).segments[0].source for _ in range(3)} == {fills.segment.source, "a", "b"}
     assert Part.open(store, "p.bin").segments[0].segment.total == 1
+
+
+def test_a_put_that_hangs_delays_no_put_of_another_name(store):
+    hanging = HangingStore(store, Strike({"put_if_absent"}))
+    told = queue.SimpleQueue()
+    sink = PartSink(hanging, options(attempt=0, layout="sample", codec=resolve_codec("none"), uploads=101), told.put)
+    for i in range(100):
+        (page,) = pages(f"k{i}", 1)
+        sink.add(page)
+    (page,) = named("b", 1, seed=2)
+    sink.add(page)
+    assert told.get(timeout=30).segments[0].source == "b"
+    hanging.release()
+    sink.close()
 
 
 def test_a_stored_parts_memory_is_free_at_once(store):
