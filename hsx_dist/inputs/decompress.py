@@ -57,7 +57,7 @@ DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {
 
 class DecompressedFile(io.RawIOBase):
     """The decompressed bytes of all frames of ``source``. Raises errors of ``BROKEN``, and EOFError if the file ends
-    within a frame."""
+    within a frame, or has none."""
 
     def __init__(self, source: IO[bytes], make: Callable[[], _Decompressor]) -> None:
         super().__init__()
@@ -66,6 +66,7 @@ class DecompressedFile(io.RawIOBase):
         self._frame: _Decompressor | None = None
         self._rest = b""  # compressed bytes after the end of a frame
         self._padding = b""  # what may be between frames, and after the last one
+        self._began = False
 
     def readable(self) -> bool:
         return True
@@ -80,8 +81,11 @@ class DecompressedFile(io.RawIOBase):
                 self._rest = b""
                 if not data and self._frame is not None:
                     raise EOFError("the file ends within a compressed frame")
+                if not data and not self._began:
+                    raise EOFError("the file is empty: also without rows it has a compressed frame")
                 if not data:
                     return 0
+                self._began = True
             if self._frame is None:
                 data = data.lstrip(self._padding)
                 if not data:

@@ -161,12 +161,17 @@ def mask_of_spans(
     spans: Sequence[tuple[int, int]],
     special: frozenset[int],
 ) -> bytes:
-    """Return a byte, 0 or 1, for each token: 1 if the token begins within a span.
+    """Return a byte, 0 or 1, for each token: 1 if the token begins within a span, or with blanks before it.
+
+    A header may end with a blank, which is one token with the first word of the text.
 
     Args:
         offsets: characters ``[start, stop)`` of each token in ``whole``.
         special: ids of special tokens. Blanks after a special token at a span's end are left out: the template adds
             them, and no model generates them.
+
+    Raises:
+        InputError: a token has other text before a span and text of the span.
     """
     mask = bytearray(len(ids))
 
@@ -177,6 +182,13 @@ def mask_of_spans(
     order = sorted((t for t, (a, b) in enumerate(offsets) if a < b), key=begin)
     for start, stop in spans:
         first, last = (bisect_left(order, at, key=begin) for at in (start, stop))
+        while first and whole[start : min(offsets[order[first - 1]][1], stop)].strip():
+            first -= 1
+            if whole[begin(order[first]) : start].strip():
+                raise InputError(
+                    f"loss_roles: expected a token to begin with the message, got one token of the template's text and "
+                    f"the message, {shown(whole[slice(*offsets[order[first]])])}. Give the row a loss_mask"
+                )
         inside = sorted(order[first:last])
         said = len(inside)
         while said and not whole[slice(*offsets[inside[said - 1]])].strip():

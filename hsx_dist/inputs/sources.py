@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from hsx_dist.config import InputConfig, is_local, public_url
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.store.opening import check_endpoints
 
@@ -66,10 +66,12 @@ class Input:
 
         Raises:
             ConfigError: it cannot be opened. The message has no text of the back end, which may hold credentials.
+            FormatError: it is a compressed file of 0 bytes.
         """
 
+        ending = posixpath.splitext(public_url(path))[1].lower()
+
         def opened() -> IO[bytes]:
-            ending = posixpath.splitext(public_url(path))[1].lower()
             own = DECOMPRESSORS.get(ending) if compressed else None
             check_file(self._fs, path, ending)
             file: Any = self._fs.open(path, "rb", compression="gzip" if compressed and ending == ".gz" else None)
@@ -80,7 +82,11 @@ class Input:
             lines = compressed and isinstance(file, AbstractBufferedFile | io.BufferedIOBase)
             return io.BufferedReader(file, _BUFFER) if lines else file
 
-        return with_config_errors(opened, self.shown)
+        found = with_config_errors(opened, self.shown)
+        if compressed and ending == ".gz" and self.stored_bytes(path) == 0:  # gzip reads it as a file without rows
+            found.close()
+            raise FormatError(f"expected {public_url(path)} to be whole, got an empty file. Write or copy it again")
+        return found
 
     def stored_bytes(self, path: str) -> int | None:
         """Return the stored (compressed) size of a file of a source, or None if the back end does not know it.

@@ -252,6 +252,20 @@ def test_a_tokenizer_without_character_offsets_is_refused(tokenizer: Any) -> Non
         RowEncoder(Slow(), 5, rules=RowRules(loss_roles=("assistant",)))
 
 
+def test_a_token_of_a_headers_blank_and_the_first_word_is_in_the_mask() -> None:
+    whole = "ASSISTANT: Yes\n"
+    tokens = [(0, 9), (9, 10), (10, 14), (14, 15)]
+    assert list(mask_of_spans(whole, [1, 2, 3, 4], tokens, [(11, 15)], frozenset())) == [0, 0, 1, 1]
+    # A token of the header and blanks of the message has no text of the message.
+    blanks = "ASSISTANT:\n\nYes"
+    assert list(mask_of_spans(blanks, [1, 2, 3], [(0, 9), (9, 12), (12, 15)], [(11, 15)], frozenset())) == [0, 0, 1]
+
+
+def test_a_token_of_the_templates_text_and_the_message_refuses_the_row() -> None:
+    with pytest.raises(InputError, match=r"loss_roles: .* got one token of .* ':Yes'"):
+        mask_of_spans("ASSISTANT:Yes\n", [1, 2, 3], [(0, 9), (9, 13), (13, 14)], [(10, 14)], frozenset())
+
+
 class _Counted(list[tuple[int, int]]):
     """Counts the offsets that are read."""
 

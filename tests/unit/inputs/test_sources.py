@@ -261,6 +261,14 @@ def test_a_sample_is_stable_and_a_larger_one_holds_it(tmp_path: Path) -> None:
     assert keys(path, sample=0.1, limit=5) == small[:5]
 
 
+@pytest.mark.parametrize("ending", ["gz", "zst", "xz", "lzma", "bz2"])
+def test_a_compressed_file_of_0_bytes_is_not_whole(tmp_path: Path, ending: str) -> None:
+    lines(tmp_path / "a.jsonl", "x", "y")
+    (tmp_path / f"b.jsonl.{ending}").write_bytes(b"")
+    with pytest.raises(FormatError, match=rf"b\.jsonl\.{ending} to be whole"):
+        read(tmp_path)
+
+
 def test_the_limit_stops_reading_the_input(tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", "x", "y")
     (tmp_path / "b.jsonl.gz").write_bytes(b"broken")
