@@ -702,6 +702,22 @@ def test_an_export_goes_on_when_a_lost_sample_is_stored_again_in_other_segments(
     assert export_run(open_run(root.url), "vllm", dest).finished
 
 
+def test_the_digest_of_selected_tokens_covers_the_tokens_of_the_row(tmp_path: Path) -> None:
+    """Of a mean no token is stored, and of ``last`` one token, which most rows share."""
+
+    def digests(of: str) -> tuple[str, str]:
+        root = open_store(str(tmp_path / of))
+        start_run(root, {"meaning": {"layers": list(LAYERS)}})
+        writer = RunWriter(root)
+        row_hash = token_hash(np.frombuffer(of.encode(), np.uint8).astype(np.int64))
+        writer.put([(SAMPLES[0], replace(SAMPLES[0].segments()[0], sample_hash=row_hash), 0)])
+        index = open_run(root.url).index
+        return index.digest(), index.digest(cuts=True)
+
+    assert digests("a text") != digests("the corrected text")
+    assert digests("one more")[1] == ""  # the hash of earlier versions proves nothing
+
+
 def test_an_export_does_not_go_on_with_another_number_of_samples_in_a_file(
     run: Run, model: Any, tmp_path: Path
 ) -> None:
