@@ -23,8 +23,11 @@ _TEXT_BYTE = _COST_FACTOR
 _FEW_MEMBERS, _MEMBER = 5, 110
 #: Colons of a JSON text whose members are not counted. Most rows have fewer.
 _FEW_COLONS = _FREE_BYTES // _MEMBER
-#: Least cost of a value of a table.
+#: Least cost of a value of a table, and the cost of a number.
 _VALUE = 64
+#: Costs of other values of a fixed width. pickle, which carries rows to the driver, remembers the parts of each.
+#: Timestamps in nanoseconds are larger objects, of pandas.
+_TIME, _DECIMAL, _TIMESTAMP, _TIMESTAMP_OF_ZONE = 200, 350, 280, 550
 
 
 def most_cost(max_row_bytes: int) -> int:
@@ -64,8 +67,10 @@ def _cost(values: Any, starts: _Numbers, sizes: _Numbers, most: int) -> int:
 
     n = int(sizes.sum())
     kind, types = values.type, pa.types
-    if not n or _is_fixed(kind) or _VALUE * n > most:  # no value takes less
+    if not n or _VALUE * n > most:  # no value takes less
         return _VALUE * n
+    if fixed := _fixed_cost(kind):
+        return fixed * n
     if types.is_struct(kind):
         return 250 * n + sum(100 * n + _cost(values.field(i), starts, sizes, most) for i in range(kind.num_fields))
     if types.is_fixed_size_binary(kind):
@@ -118,10 +123,18 @@ def _cost_of_union(values: Any, at: _Numbers, most: int) -> int:
     return sum(_cost(child, starts, np.ones(len(starts), np.int64), most) for child, starts in own)
 
 
-def _is_fixed(kind: Any) -> bool:
+def _fixed_cost(kind: Any) -> int:
+    """Return the cost of each value of a type of fixed width, and 0 for any other type."""
     import pyarrow as pa
 
-    return bool(pa.types.is_null(kind) or pa.types.is_primitive(kind) or pa.types.is_decimal(kind))
+    types = pa.types
+    if types.is_timestamp(kind):
+        return _TIMESTAMP if kind.tz is None else _TIMESTAMP_OF_ZONE
+    if types.is_decimal(kind):
+        return _DECIMAL
+    if types.is_temporal(kind):
+        return _TIME
+    return _VALUE if types.is_null(kind) or types.is_primitive(kind) else 0
 
 
 def _buffer(values: Any, i: int, kind: Any, more: int = 0) -> Any:

@@ -478,7 +478,7 @@ def nothings(n: int, kind: str) -> Any:
 
 def tables(rng: random.Random, folder: Path) -> list[Read]:
     """Arrow and Parquet files in which few bytes stand for many, and damaged files."""
-    kind = rng.randrange(8)
+    kind = rng.randrange(9)
     text = "x" * (1 << rng.randrange(24))
     rows = 1 << rng.randrange(12)
     if kind == 0:
@@ -497,6 +497,10 @@ def tables(rng: random.Random, folder: Path) -> list[Read]:
         column = pa.array(["[" + ",".join([unit] * ((1 << rng.randrange(25)) // len(unit))) + "]"])
     elif kind == 6:
         column = pa.array([text[: 1 << 16]] * min(rows, 64), pa.string_view())
+    elif kind == 7:
+        n = 1 << rng.randrange(23)
+        type_ = rng.choice([pa.timestamp("us", "+01:00"), pa.timestamp("ns"), pa.duration("us"), pa.decimal128(38)])
+        column = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), pa.array(np.zeros(n, np.int64)).cast(type_))
     else:
         column = pa.array([text[: 1 << 16]] * min(rows, 64))
     name = rng.choice(["text", "messages", "token_ids"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import pickle
 import random
 import struct
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs import tables
+from hsx_dist.inputs.row_cost import cost_of_columns
 from hsx_dist.inputs.rows import Row, read_rows
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -166,6 +169,49 @@ def test_dictionaries_that_no_row_uses_are_counted(tmp_path: Path, column: str) 
             continue
         with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
             _read(path)
+
+
+_TIMES = [pa.date32(), pa.date64(), pa.time32("ms"), pa.time64("us"), pa.time64("ns"), pa.duration("us")]
+_TIMESTAMPS = [pa.timestamp(unit, zone) for unit in ("us", "ns") for zone in (None, "UTC", "Europe/Berlin", "+01:00")]
+_DECIMALS = [pa.decimal128(38), pa.decimal256(76)]
+
+
+def _values(n: int, kind: Any) -> Any:
+    number = {pa.decimal256(76): 10**75, pa.date64(): 86_400_000}.get(kind, 10_000)
+    one = number.to_bytes(kind.bit_width // 8, "little")
+    return pa.Array.from_buffers(kind, n, [None, pa.py_buffer(one * n)])
+
+
+@pytest.mark.parametrize("kind", [*_TIMES, *_TIMESTAMPS, *_DECIMALS], ids=str)
+def test_values_that_take_more_than_numbers_are_refused_before_they_are_made(tmp_path: Path, kind: Any) -> None:
+    many, few = 100_000, 500
+    lists = pa.ListArray.from_arrays(pa.array([0, many, many + few], pa.int32()), _values(many + few, kind))
+    _write(tmp_path / "a.arrow", [pa.record_batch({"text": ["a", "b"], "more": lists})], compression="zstd")
+    tracemalloc.start()
+    first, second = _read(tmp_path / "a.arrow", metadata=["more"], max_row_bytes="1MiB")
+    held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert isinstance(first, RowFate)
+    assert "input.max_row_bytes" in first.reason
+    assert isinstance(second, Row)
+    assert len(second.metadata["more"]) == few
+    assert held < 4 << 20
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.int64(), pa.uint64(), pa.float16(), pa.float64(), *_TIMES, *_TIMESTAMPS, *_DECIMALS], ids=str
+)
+def test_values_of_a_fixed_width_take_no_more_than_their_cost(kind: Any) -> None:
+    """A driver holds the values, and what pickle remembers of them."""
+    n = 20_000
+    column = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), _values(n, kind))
+    sent = pickle.dumps(column.to_pylist())
+    tracemalloc.start()
+    [received] = pickle.loads(sent)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(received) == n
+    assert most < cost_of_columns(pa.record_batch([column], ["more"]), 1 << 40)
 
 
 @pytest.mark.parametrize("place", [2, -1, 1 << 40])
