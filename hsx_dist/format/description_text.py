@@ -10,7 +10,7 @@ from typing import Any
 
 from hsx_dist.errors import FormatError
 from hsx_dist.format.json_objects import check_depth, count_members, json_decoder, json_errors, parse_json, too_many
-from hsx_dist.format.segment_info import SEGMENT_MEMBERS
+from hsx_dist.format.segment_info import SEGMENT_MEMBERS, check_nesting
 
 #: The most lists and objects, and the most members of objects, in one member, or in one segment. 64 KiB of metadata
 #: have at most 32,768.
@@ -120,6 +120,10 @@ def _segments(text: str, at: int, num_tensors: int | None) -> tuple[list[Any], i
         if len(found) == num_tensors:  # before the others are parsed: millions take seconds
             raise FormatError(f"segments: expected {num_tensors} tensors, as in the header, got more segments")
         item, at = _segment(text, at)
+        try:  # before the others are decoded
+            check_nesting(item)
+        except FormatError as e:
+            raise FormatError(f"segment {len(found)}: {e}") from e
         if isinstance(item.get("meta"), dict):
             check_depth(item["meta"], "the description: meta")
             item["meta"] = StoredMeta(item["meta"])

@@ -154,6 +154,34 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no infinity
 
 
+#: The lists and objects of members, from the outermost to the innermost. Other members have none, except ``meta``.
+_NESTING: Mapping[str, tuple[type, ...]] = {
+    "layer_ids": (list,),
+    **dict.fromkeys(("sizes", "crcs", "loss"), (list, list)),
+    "attached": (dict, list, list),
+}
+_CONTAINERS = frozenset({list, dict})
+
+
+def check_nesting(d: Mapping[str, Any]) -> None:
+    """``FormatError`` when a member has other lists and objects than a valid one: they take 44 times their text."""
+    for name, value in d.items():
+        if type(value) not in _CONTAINERS or name == "meta":
+            continue
+        level = [value]
+        for kind in (*_NESTING.get(name, ()), None):
+            if not level:
+                break
+            if set(map(type, level)) != {kind}:
+                raise FormatError(f"{name}: expected {_form(name)}, got other lists or objects")
+            level = [v for x in level for v in (x.values() if kind is dict else x) if type(v) in _CONTAINERS]
+
+
+def _form(name: str) -> str:
+    kinds = ["a list" if kind is list else "an object" for kind in _NESTING.get(name, ())]
+    return " of ".join(kinds) or "a number or a string"
+
+
 #: Tables and lists of a segment.
 _REPEATED = ("layer_ids", "sizes", "crcs", "loss", "attached")
 

@@ -71,6 +71,31 @@ def test_decoded_metadata_of_all_segments_is_never_in_memory_at_once() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("key", "[" * 900 + "]" * 900, "a number or a string"),
+        ("total", "[{}]", "a number or a string"),
+        ("layer_ids", "[[]]", "a list"),
+        ("crcs", f"[{','.join(['{}'] * 600)}]", "a list of a list"),
+        ("loss", "[[[]]]", "a list of a list"),
+        ("attached", '{"a":[[[]]]}', "an object of a list of a list"),
+    ],
+)
+def test_the_first_segment_with_other_lists_or_objects_ends_the_parsing(name: str, value: str, expected: str) -> None:
+    """Decoded segments are kept until all are parsed. Their lists would take 44 times the memory of their text."""
+    segments = ",".join([f'{{"{name}":{value}}}'] * 1000)
+    text = f'{{"common":{{}},"segments":[{segments}]}}'
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match=f"segment 0: {name}: expected {expected}, got other lists or objects"):
+            parse_description(text)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
 def test_a_segment_with_very_many_lists_is_refused() -> None:
     store = part_of([1])
     for place in ('"x":1', '"about":{'):
