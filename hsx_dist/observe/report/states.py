@@ -15,6 +15,8 @@ from hsx_dist.reading.stored import read_stored
 T = TypeVar("T")
 #: Limit of the bytes of states, as float32, in memory at once. Of a longer sample, only the first tokens are read.
 HELD_BYTES = 128 << 20
+#: Bytes of states, as float32, that are computed with at once. Results between take several times as much memory.
+_BLOCK_BYTES = 8 << 20
 #: Tokens of a sample that are shown one by one.
 TOKENS_SHOWN = 96
 #: Number of channels that are shown.
@@ -82,12 +84,13 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
     shown: list[TokenNorms] = []
 
     def read(sample: Sample) -> tuple[Sample, np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-        same = HIDDEN_STATES in sample.points and (sample.layer_ids, sample.hidden_size) == (every_layer, hidden)
-        return (sample, *_load(sample, layers)) if same else None
+        if HIDDEN_STATES not in sample.points or (sample.layer_ids, sample.hidden_size) != (every_layer, hidden):
+            return None
+        states, ids = _load(sample, layers)
+        return sample, sums.add(states), ids  # not the states, which would be held until the next are read
 
-    for sample, states, ids in filter(None, read_stored(samples, read)):
+    for sample, norm, ids in filter(None, read_stored(samples, read)):
         key = sample.key
-        norm = sums.add(states)
         if key in chosen:
             shown.append(TokenNorms(key, sample.num_tokens, ids[:TOKENS_SHOWN], norm[:TOKENS_SHOWN].astype(np.float64)))
     if not sums.begins:
@@ -108,16 +111,21 @@ class _Sums:
 
     def add(self, states: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Add a sample's states. Return their norms ``[T, L]``."""
-        with np.errstate(over="ignore", invalid="ignore"):  # rows that are not finite are shown, and left out below
-            norm: np.ndarray[Any, Any] = np.linalg.norm(states, axis=2)
-        self.begins.append(norm[0])
         # The first token of nearly every model is a sink whose norm is a hundred times the others'.
-        rest = np.isfinite(norm[1:]).all(axis=1)
-        self._norms.append(norm[1:][rest])
-        states = states[1:][rest]
+        first = _norms(states[:1])
+        self.begins.append(first[0])
+        step = max(_BLOCK_BYTES // states[0].nbytes, 1)
+        return np.concatenate([first, *(self._add(states[at : at + step]) for at in range(1, len(states), step))])
+
+    def _add(self, states: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Add some tokens' states. Return their norms."""
+        norm = _norms(states)
+        rest = np.isfinite(norm).all(axis=1)  # other rows are only shown
+        self._norms.append(norm[rest])
+        states = states[rest]
         self._magnitude += np.abs(states).sum(axis=0, dtype=np.float64)
-        unit = states / np.maximum(norm[1:][rest], 1e-30)[:, :, None]
-        # One product per sample, [L, T * H] by [T * H, L]: a product per token would hold [T, L, L] at once.
+        unit = states / np.maximum(norm[rest], 1e-30)[:, :, None]
+        # One product per block, [L, T * H] by [T * H, L]: a product per token would hold [T, L, L] at once.
         flat = unit.transpose(1, 0, 2).reshape(len(self._layers), -1)
         self._cosines += flat @ flat.T
         self._tokens += len(states)
@@ -140,6 +148,12 @@ class _Sums:
             similarity=self._cosines / tokens,
             chosen=chosen,
         )
+
+
+def _norms(states: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    with np.errstate(over="ignore", invalid="ignore"):  # of rows that are not finite
+        norm: np.ndarray[Any, Any] = np.linalg.norm(states, axis=2)
+    return norm
 
 
 def _load(sample: Sample, layers: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

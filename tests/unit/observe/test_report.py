@@ -36,6 +36,8 @@ from tests.harness.points import computed_sample, run_of
 from tests.harness.runs import store_run, write_v1_run
 from tests.unit.observe.conftest import HOSTILE
 
+MIB = 1 << 20
+
 needs_chromium = pytest.mark.skipif(chromium_program() is None, reason="chromium is missing: apt-get install chromium")
 
 
@@ -84,6 +86,25 @@ def test_samples_are_spread_over_the_run():
     assert spread(keys, 3) == ["0", "4", "9"]
     assert spread(keys, 1) == ["0"]
     assert spread(keys, 99) == keys
+
+
+def test_states_are_computed_with_block_by_block() -> None:
+    """A sample of a few KB may have many MB of states. Results between take several times as much."""
+    store = MemoryStore()
+    samples = [random_sample(f"k{i}", 1024, layer_ids=(1, 2), hidden_size=4096, odd=False) for i in range(2)]
+    store_run(store, samples, codec=NoneCodec())
+    run = Run(store)
+    tracemalloc.start()
+    try:
+        numbers = gather_states(run, ["k0", "k1"], ["k1"])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert numbers is not None
+    assert (numbers.samples, numbers.tokens, numbers.norms.shape) == (2, 2 * 1023, (5, 2))
+    np.testing.assert_allclose(np.diag(numbers.similarity), 1, rtol=1e-5)
+    # The states as float32 and as stored, and the results of a block.
+    assert peak < 32 * MIB + 16 * MIB + 32 * MIB
 
 
 def test_non_finite_rows_do_not_affect_the_figures(small_run: Store):
