@@ -171,7 +171,7 @@ def mask_of_spans(
             them, and no model generates them.
 
     Raises:
-        InputError: a token has other text before a span and text of the span.
+        InputError: a token has text of a span and other text.
     """
     mask = bytearray(len(ids))
 
@@ -185,10 +185,9 @@ def mask_of_spans(
         while first and whole[start : min(offsets[order[first - 1]][1], stop)].strip():
             first -= 1
             if whole[begin(order[first]) : start].strip():
-                raise InputError(
-                    f"loss_roles: expected a token to begin with the message, got one token of the template's text and "
-                    f"the message, {shown(whole[slice(*offsets[order[first]])])}. Give the row a loss_mask"
-                )
+                raise _shared_token(whole[slice(*offsets[order[first]])])
+        if first < last and whole[stop : offsets[order[last - 1]][1]].strip():
+            raise _shared_token(whole[slice(*offsets[order[last - 1]])])
         inside = sorted(order[first:last])
         said = len(inside)
         while said and not whole[slice(*offsets[inside[said - 1]])].strip():
@@ -198,3 +197,10 @@ def mask_of_spans(
         for t in inside:
             mask[t] = 1
     return bytes(mask)
+
+
+def _shared_token(text: str) -> InputError:
+    return InputError(
+        f"loss_roles: expected tokens of a message alone, got one token of the template's text and the message, "
+        f"{shown(text)}. Give the row a loss_mask"
+    )

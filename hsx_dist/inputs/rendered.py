@@ -16,6 +16,9 @@ _FOUND = re.compile(r"hsx\d+(?:text|part|call|tool)\d+mark")
 #: A part's mark in the Python code of a list.
 _AS_CODE = re.compile(r"(?:'text': |\[|, )'hsx\d+part\d+mark'")
 
+#: Templates of models that think, such as Qwen3's and DeepSeek-R1's, cut an answer at each of these.
+_END_OF_THOUGHTS = "</think>"
+
 RenderWithTools = Callable[[list[dict[str, Any]], list[Any] | None], str]
 
 
@@ -41,6 +44,7 @@ def require_rendered(messages: list[dict[str, Any]], tools: list[Any] | None, re
     """
     require_text_and_calls(messages)
     require_functions(tools)
+    _require_text_after_thoughts(messages, tools, render)
     if any(message.get("content") is None for message in messages):
         _require_no_none(messages, tools, render)
     marks = [_marks(i, message.get("content")) for i, message in enumerate(messages)]
@@ -77,6 +81,21 @@ def require_rendered(messages: list[dict[str, Any]], tools: list[Any] | None, re
             "expected a chat template that renders tools, got a template that leaves them out. Use a chat template "
             "with tools, or remove the row's tools"
         )
+
+
+def _require_text_after_thoughts(
+    messages: list[dict[str, Any]], tools: list[Any] | None, render: RenderWithTools
+) -> None:
+    # A mark in place of the text would not be cut. Thoughts at the beginning may be left out, as those of a member may.
+    cut = [(i, text) for i, m in enumerate(messages) for text in texts_of(m.get("content")) if _END_OF_THOUGHTS in text]
+    whole = render(messages, tools) if cut else ""
+    for i, text in cut:
+        kept = text.partition(_END_OF_THOUGHTS)[2] if text.lstrip().startswith("<think>") else text
+        if kept.strip() not in whole and not messages[i].get("tool_calls"):
+            raise InputError(
+                f"expected a chat template that renders every message, got a template that cuts message {i} at "
+                f"{_END_OF_THOUGHTS}. Write thoughts at the beginning of the content, or as reasoning"
+            )
 
 
 def _require_no_none(messages: list[dict[str, Any]], tools: list[Any] | None, render: RenderWithTools) -> None:

@@ -174,8 +174,12 @@ def _check_run(
     seed: int,
 ) -> None:
     store = place.store
-    names = [n for n in sorted(manifest.parts) if sample == 1 or key_hash(f"{seed},{n}", b"verify") < sample * 2**64]
     missing = set(missing_parts(store, manifest, place.version))
+
+    def is_checked(name: str) -> bool:  # the listing shows missing parts without a read
+        return sample == 1 or name in missing or key_hash(f"{seed},{name}", b"verify") < sample * 2**64
+
+    names = list(filter(is_checked, sorted(manifest.parts)))
     todo = [n for n in names if n in missing or not known.take(place, manifest.parts[n], report)]
     with ThreadPoolExecutor(workers, thread_name_prefix="hsx-verify") as pool:
         for name, (tally, messages) in zip(

@@ -264,6 +264,9 @@ def test_a_token_of_a_headers_blank_and_the_first_word_is_in_the_mask() -> None:
 def test_a_token_of_the_templates_text_and_the_message_refuses_the_row() -> None:
     with pytest.raises(InputError, match=r"loss_roles: .* got one token of .* ':Yes'"):
         mask_of_spans("ASSISTANT:Yes\n", [1, 2, 3], [(0, 9), (9, 13), (13, 14)], [(10, 14)], frozenset())
+    with pytest.raises(InputError, match=r"loss_roles: .* got one token of .* '####'"):
+        mask_of_spans("C#### user", [1, 2, 3], [(0, 1), (1, 5), (5, 10)], [(0, 2)], frozenset())
+    assert list(mask_of_spans("C \nuser", [1, 2, 3], [(0, 1), (1, 3), (3, 7)], [(0, 2)], frozenset())) == [1, 1, 0]
 
 
 class _Counted(list[tuple[int, int]]):

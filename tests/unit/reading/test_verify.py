@@ -108,6 +108,16 @@ def test_a_run_that_becomes_complete_while_it_is_verified_is_sound() -> None:
     assert report.samples == 1
 
 
+def test_a_missing_part_is_named_for_each_share_of_checked_parts() -> None:
+    store = MemoryStore()
+    store_run(store, [random_sample(f"s{i}", 2) for i in range(12)], per_part=1)
+    parts = Run(store).place.store
+    gone = next(info.name for info in parts.list("data/"))
+    parts.delete(gone)
+    for seed in range(4):
+        assert [p.part for p in verify_run(store, sample=0.1, seed=seed).problems] == [gone]
+
+
 def test_verify_takes_the_memory_of_one_chunk() -> None:
     wide = sample(hidden_size=1 << 18)  # one chunk of 10 MiB
     wide = replace(wide, states=np.zeros_like(wide.states), chunk_tokens=20)
