@@ -76,7 +76,7 @@ class _PutOrder:
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:
-        """Wait for the other puts of ``name``. A put of another name that hangs delays none."""
+        """Wait for the other puts of ``name``. The wait occupies a thread that puts of other names could use."""
         with self._lock:
             lock, users = self._putting.get(name, (threading.Lock(), 0))
             self._putting[name] = lock, users + 1

@@ -188,11 +188,11 @@ def test_members_that_are_empty_or_describe_a_message_are_accepted(tokenizer: An
     ],
 )
 def test_the_prompt_is_that_of_vllms_server(tokenizer: Any, message: dict[str, Any]) -> None:
-    chat_utils = pytest.importorskip("vllm.renderers.chat_utils")
     from vllm.config import ModelConfig
+    from vllm.renderers.chat_utils import parse_chat_messages
 
     messages = deepcopy([USER, message, ANSWER])
-    served, _, _ = chat_utils.parse_chat_messages(messages, ModelConfig(model=str(smollm2())), "string")
+    served, _, _ = parse_chat_messages(messages, ModelConfig(model=str(smollm2())), "string")
     assert prompt(tokenizer, USER, message, ANSWER) == tokenizer.apply_chat_template(served, tokenize=False)
 
 
