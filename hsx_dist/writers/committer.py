@@ -13,8 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -48,7 +47,7 @@ _REMEMBERED = 4096
 
 
 class _PutOrder:
-    """Serialises the puts of a name and skips outdated ones. Thread-safe.
+    """The number of the newest put of each name. Thread-safe. Puts of one name do not overlap.
 
     If clients choose one name for two requests, the later request's object stays.
     """
@@ -56,38 +55,17 @@ class _PutOrder:
     def __init__(self) -> None:
         self._newest: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
-        self._putting: dict[str, tuple[threading.Lock, int]] = {}
 
-    @contextmanager
-    def take(self, name: str, number: int) -> Iterator[bool]:
-        """Lock ``name`` for the block, and yield whether ``number`` is newer than the last stored one.
-
-        A block that raises counts as not stored.
-        """
-        with self._alone(name):
-            with self._lock:
-                newest = self._newest.get(name, -1)
-            yield number > newest
-            with self._lock:
-                self._newest[name] = max(newest, number)
-                self._newest.move_to_end(name)
-                if len(self._newest) > _REMEMBERED:
-                    self._newest.popitem(last=False)
-
-    @contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
-        """Wait for the other puts of ``name``. The wait occupies a thread that puts of other names could use."""
+    def is_newest(self, name: str, number: int) -> bool:
         with self._lock:
-            lock, users = self._putting.get(name, (threading.Lock(), 0))
-            self._putting[name] = lock, users + 1
-        try:
-            with lock:
-                yield
-        finally:
-            with self._lock:
-                lock, users = self._putting.pop(name)
-                if users > 1:
-                    self._putting[name] = lock, users - 1
+            return number > self._newest.get(name, -1)
+
+    def stored(self, name: str, number: int) -> None:
+        with self._lock:
+            self._newest[name] = number
+            self._newest.move_to_end(name)
+            if len(self._newest) > _REMEMBERED:
+                self._newest.popitem(last=False)
 
 
 class PartCommitter:
@@ -116,6 +94,9 @@ class PartCommitter:
     ) -> Receipt | Stored:
         """Store ``part``, made of ``segments``. Returns its proof when part and proof are durable.
 
+        Without a run, calls for one ``name`` must not overlap: a renewal must not replace another sample that was
+        stored after its check.
+
         ``number``: the part's number within this writer. ``arrival``: the order of the sample's request, for parts of
         one sample; if several requests name one path, the latest one's object stays.
 
@@ -124,20 +105,18 @@ class PartCommitter:
             SampleConflict: the part is one sample, and its key belongs to another sample.
             StoreError: the store's error.
         """
-        name = self._name(segments[0], number)
+        name = self.name(segments[0], number)
         before = time.monotonic()
         try:
             if self._attempt:
                 self._store.put(name, part.buffers)
             elif segments[0].segment.name:
-                with self._put_order.take(name, arrival) as newest:
-                    # Otherwise a later request of this path has stored its object, which would replace this one.
-                    if newest:
-                        self._store.put(name, part.buffers)
+                # Otherwise a later request of this path has stored its object, which would replace this one.
+                if self._put_order.is_newest(name, arrival):
+                    self._store.put(name, part.buffers)
+                    self._put_order.stored(name, arrival)
             else:
-                # Serialised: a renewal must not replace another sample that was stored after its check.
-                with self._put_order.take(name, arrival):
-                    self._put_new(name, part.buffers, segments)
+                self._put_new(name, part.buffers, segments)
         finally:
             self._meter.put_took(time.monotonic() - before)
         if not self._attempt:
@@ -146,7 +125,8 @@ class PartCommitter:
         log.info("part stored: segments=%d, size=%s", len(segments), bytes_text(part.size), extra={"part": name})
         return receipt
 
-    def _name(self, first: EncodedSegment, number: int) -> str:
+    def name(self, first: EncodedSegment, number: int) -> str:
+        """The name of the object of a part that begins with the segment ``first``."""
         sample = object_name(first.segment.key) if self._alone else ""
         if self._attempt:
             return part_name(self._attempt, self._writer, number, sample)

@@ -312,7 +312,9 @@ class PartSink:
         self._next_part += 1
         self._stored_at = self._stored_at if self._storing else time.monotonic()
         self._storing += 1
-        self._uploads.submit(self._store_part, part, number)
+        # Puts of one name run one after another, in one thread: a key that many requests name delays no other.
+        name = None if self._opt.attempt else self._committer.name(part.segments[0], number)
+        self._uploads.submit_for(name, self._store_part, part, number)
 
     def _seal_by_age(self) -> None:
         while not self._closed.wait(min(1.0, self._opt.part_seconds / 4)):
