@@ -22,6 +22,7 @@ from hsx_dist.format.json_objects import check_depth, shown
 from hsx_dist.format.segment_info import (
     ATTACHMENT_DTYPE,
     MAX_HIDDEN_SIZE,
+    MAX_LAYERS,
     MAX_TOKENS,
     OF_POINTS,
     SHARED,
@@ -185,7 +186,7 @@ def plain_description(tensors: Mapping[str, Any]) -> Description:
             f"got tensors {sorted(tensors)[:8]}"
         ) from e
     bounded_int("tokens", n, 1, MAX_TOKENS)
-    bounded_int("layers", num_layers, 1, MAX_HIDDEN_SIZE)
+    bounded_int("layers", num_layers, 1, MAX_LAYERS)
     bounded_int("hidden_size", hidden_size, 1, MAX_HIDDEN_SIZE)
     chunk_tokens = max(1, _PLAIN_CHUNK_BYTES // (num_layers * hidden_size * itemsize(dtype)))
     info = SegmentInfo(Segment("", 0, 0, n, n), (), dtype, hidden_size, chunk_tokens, num_layers)

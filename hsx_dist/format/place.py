@@ -37,7 +37,7 @@ from hsx_dist.format.json_objects import (
 )
 from hsx_dist.format.markers import OBJECTS_OF_A_RUN
 from hsx_dist.format.own_objects import has_evidence, is_evidence, run_objects
-from hsx_dist.format.segment_info import MAX_HIDDEN_SIZE
+from hsx_dist.format.segment_info import MAX_HIDDEN_SIZE, MAX_LAYERS
 from hsx_dist.store import Store
 from hsx_dist.store.prefix import PrefixStore
 
@@ -60,9 +60,6 @@ _FORMATS = {"hsx-run/1": 1, "hsx-run/2": 2}
 _ID = re.compile(r"[0-9a-f]{16}")
 _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
 _FOLDER = re.compile(r"run-[0-9a-f]{16}/")
-#: Limit of the layer ids in a description. `hsx ls` prints the ids with each sample, and statistics have an object for
-#: each layer. No model has more layers.
-_MOST_LAYERS = 1024
 #: After this many objects of a run's folder, the listing ends and another one skips the rest of the folder.
 _LOOKED_AT = 1000
 
@@ -70,10 +67,8 @@ _LOOKED_AT = 1000
 def _layers(value: Any) -> str | None:
     """Layer ids; or a string, such as ``all``, if the driver did not resolve it."""
     ids = value if isinstance(value, list) else [value]
-    fine = len(ids) <= _MOST_LAYERS and all(
-        type(v) is str or (type(v) is int and abs(v) <= MAX_HIDDEN_SIZE) for v in ids
-    )
-    return None if fine else f"at most {_MOST_LAYERS} layer ids"
+    fine = len(ids) <= MAX_LAYERS and all(type(v) is str or (type(v) is int and abs(v) <= MAX_HIDDEN_SIZE) for v in ids)
+    return None if fine else f"at most {MAX_LAYERS} layer ids"
 
 
 #: Checks of a description's members. Members without a check may have any value.

@@ -22,6 +22,9 @@ from hsx_dist.page import CARRIER, FLOATS, HIDDEN_STATES, Segment
 MAX_CHUNK_BYTES = 256 << 20
 #: Limits for untrusted headers. The product of these two and a value's bytes fits 64 bits.
 MAX_HIDDEN_SIZE = 1 << 20
+#: Limit of the layers of a segment, and of the layer ids in a run's description. `hsx ls` prints the ids with each
+#: sample, and statistics have an object for each layer. No model has more layers.
+MAX_LAYERS = 1024
 MAX_TOKENS = 1 << 40
 MAX_COLUMNS = 1 << 16
 
@@ -209,6 +212,7 @@ def segment_info(d: dict[str, Any], codec: Codec, schema: str) -> SegmentInfo:
     layer_ids = _ints(typed_member(d, "layer_ids", list), 0, MAX_HIDDEN_SIZE, "layer_ids")
     if not layer_ids or len(set(layer_ids)) != len(layer_ids):
         raise FormatError(f"layer_ids: expected one or more different ids, got {list(layer_ids[:20])}")
+    bounded_int("layers", len(layer_ids), 1, MAX_LAYERS)
     hidden_size = _int(d, "hidden_size", 1, MAX_HIDDEN_SIZE)
     chunk_tokens = _int(d, "chunk_tokens", 1, MAX_TOKENS)
     info = SegmentInfo(segment, layer_ids, dtype, hidden_size, chunk_tokens, len(layer_ids))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
+from safetensors.numpy import save
 
 from hsx_dist.cli.inspect import print_run
 from hsx_dist.cli.tables import layers_text
@@ -418,10 +419,24 @@ def _description(segments: int, layers: int, **shared: Any) -> str:
     return json.dumps(body)
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_segment_has_at_most_1024_layers(plain: bool) -> None:
+    """Each layer of a plain part costs a few bytes. Statistics have an object for each layer."""
+    if plain:
+        states, ids = np.zeros((1, 1025, 1), np.float16), np.zeros(1, np.int64)
+        store = MemoryStore()
+        store.put("p", [save({"hidden_states": states, "token_ids": ids})])
+        with pytest.raises(FormatError, match=r"layers: expected .*1024, got 1025"):
+            Part.open(store, "p")
+    else:
+        with pytest.raises(FormatError, match=r"layers: expected .*1024, got 1025"):
+            Description.from_json(_description(1, 1025))
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        _description(5000, 5000),
+        _description(5000, 1000),
         _description(5000, 1, **{f"unknown{i}": 0 for i in range(5000)}),
         _description(3000, 1, crcs=[[0] * 20_000], stop=20_000, total=20_000),
         _description(3000, 1, loss=[[0, 0]] * 20_000),
