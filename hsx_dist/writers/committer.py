@@ -37,6 +37,8 @@ log = get_logger(__name__)
 
 #: Attempts of a put that finds an object which it can neither read nor renew.
 _MOST_TRIES = 10
+#: Attempts if that object does not expire soon. Other samples of its key wait meanwhile, and hold memory.
+_TRIES = 3
 _PAUSE_S = 0.05
 #: An object that could not be renewed satisfies a request if it exists for this long, so that readers can fetch it.
 _STILL_THERE_S = 60.0
@@ -141,16 +143,16 @@ class PartCommitter:
             SampleConflict: the key belongs to another sample.
             Unavailable: the existing object expires, and another process prevents its renewal.
         """
-        for left in reversed(range(_MOST_TRIES)):
+        for tried in range(1, _MOST_TRIES + 1):
             try:
                 self._store.put_if_absent(name, buffers)
                 return
             except AlreadyExists:
                 try:
-                    if self._keep(name, segments, last=not left):
+                    if self._keep(name, segments, last=tried >= _TRIES):
                         return
                 except NotFound:  # just deleted by a client or hsx gc; at every attempt: a folder or a broken link
-                    if not left:
+                    if tried == _MOST_TRIES:
                         raise
             time.sleep(_PAUSE_S)
         raise Unavailable(
@@ -163,7 +165,7 @@ class PartCommitter:
 
         Returns False if another process replaced or locked the object, or if it came back damaged. The object keeps its
         expiry time if the store has no conditional puts: an unconditional put could replace another client's object. At
-        the ``last`` attempt it also keeps an expiry time in the future: every user who may read a file can lock it.
+        the ``last`` attempts it also keeps an expiry time in the future: every user who may read a file can lock it.
 
         Raises:
             NotFound: the object was deleted.

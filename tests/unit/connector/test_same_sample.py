@@ -262,9 +262,11 @@ def test_an_object_never_ends_earlier_than_it_said(store, tmp_path, before, afte
         assert abs(expires - time.time() - 3600) < 600
 
 
-@pytest.mark.parametrize(("left_s", "said"), [(3600, "object is not renewed"), (1, "was not stored")])
-def test_a_process_that_locks_an_object_stops_no_writer(tmp_path, caplog, left_s, said):
+@pytest.mark.parametrize(("left_s", "said", "tries"), [(3600, "object is not renewed", 3), (1, "was not stored", 10)])
+def test_a_process_that_locks_an_object_stops_no_writer(tmp_path, caplog, monkeypatch, left_s, said, tries):
     """Any user who may read a file can take a shared lock on the file. Then it cannot be renewed."""
+    tried = []
+    monkeypatch.setattr(committer, "with_expires", lambda *args: tried.append(1) or with_expires(*args))
     server = SmallServer(tmp_path, ttl_seconds=left_s)
     server.ask(PROMPT, key="k")
     server.close()
@@ -278,6 +280,7 @@ def test_a_process_that_locks_an_object_stops_no_writer(tmp_path, caplog, left_s
     assert (tmp_path / NAME).read_bytes() == stored
     assert load_object(open_store(str(tmp_path)), "another.safetensors")["token_ids"].tolist() == [9] * 6
     assert said in caplog.text
+    assert 0 < len(tried) <= tries
 
 
 def test_a_store_that_refuses_the_probe_once_is_probed_again(tmp_path, monkeypatch):
