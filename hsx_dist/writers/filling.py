@@ -18,7 +18,6 @@ class Filling:
     """
 
     encoder: SegmentEncoder
-    source: str
     touched: float
     scan: SanityChecks
     arrival: int

@@ -99,7 +99,7 @@ class PartSink:
         self._stored_at = 0.0  # when a part last ended, or the first of those under way began
         self._looked_at = time.monotonic()
         self._served = 0.0  # seconds of the sink's life without outages of the store
-        self._finishing = 0  # complete segments that are in no part yet
+        self._adding = 0  # accepted pages whose call has not ended
         self._dead: HsxError | None = None
         self._next_part = 1
         self._arrivals = itertools.count(1)
@@ -132,7 +132,7 @@ class PartSink:
         arrival = self.arrive() if arrival is None else arrival
         self._admit(page.nbytes, arrival)
         admitted = time.monotonic()
-        key = self._place(page.segment)
+        key = (*page.segment.id, page.segment.source)
         grown = -page.nbytes
         filling = None
         done = False
@@ -156,22 +156,22 @@ class PartSink:
                 done = here and filling.encoder.complete
                 if done:
                     del self._filling[key]
-                    self._finishing += 1
+                    self._drop_copies(key)
             if done:
                 grown -= self._finish(filling)
         except Exception as e:
             grown -= self._lose(filling, page.segment, e)
             raise
         finally:
-            self._leave(filling, key, grown, done)
+            self._leave(filling, key, grown)
             self.meter.add("room_wait_seconds", admitted - came)
             self.meter.add("encode_seconds", time.monotonic() - admitted)
 
-    def _leave(self, filling: Filling | None, key: Any, grown: int, done: bool) -> None:
+    def _leave(self, filling: Filling | None, key: Any, grown: int) -> None:
         """Update the counters after ``add``."""
         with self._lock:
             self._held += grown
-            self._finishing -= done
+            self._adding -= 1
             if filling is not None:
                 filling.left -= 1
                 if filling.lost and filling.left <= 0 and self._filling.get(key) is filling:
@@ -222,33 +222,33 @@ class PartSink:
         self._append(replace(segment, info=replace(segment.info, segment=flagged)), filling.arrival)
         return attached
 
-    def _place(self, segment: Segment) -> tuple[str, int, int, str]:
-        # Without a run no driver recomputes rows: two copies are two requests with one key, and each needs its event.
-        return *segment.id, "" if self._opt.attempt else segment.source
-
     def _filling_for(self, page: Page, arrival: int) -> Filling:
         """Return the collected pages of this copy of the segment.
 
-        Drops an unfinished other copy: its engine died and its row is recomputed, so its other pages never arrive.
+        A segment has several copies if its row was computed again after an engine died, or, without a run, if several
+        requests have one key. Their pages may alternate.
         """
-        segment, key = page.segment, self._place(page.segment)
+        segment = page.segment
         with self._lock:
-            filling = self._filling.get(key)
-            if filling is None or filling.source != segment.source:
-                if filling is not None:
-                    self._held -= filling.drop()
+            filling = self._filling.get((*segment.id, segment.source))
+            if filling is None:
                 filling = Filling(
                     SegmentEncoder(self._opt.codec, self._blocks.take, alone=self._opt.layout == "sample"),
-                    segment.source,
                     self._served,
                     SanityChecks.empty(len(page.layer_ids)),
                     arrival,
                     left=-(-segment.num_tokens // page.chunk_tokens),
                 )
-                self._filling[key] = filling
+                self._filling[*segment.id, segment.source] = filling
             filling.arrival = min(filling.arrival, arrival)
             filling.touched = self._served
             return filling
+
+    def _drop_copies(self, key: tuple[str, int, int, str]) -> None:
+        """Drop the unfinished other copies of a segment that is complete: their engines died."""
+        if self._opt.attempt:  # without a run each copy belongs to a request that needs its event
+            for other in [other for other in self._filling if other[:3] == key[:3]]:
+                self._held -= self._filling.pop(other).drop()
 
     def _admit(self, nbytes: int, arrival: int) -> None:
         """Wait for room. Pages wait in line: otherwise small pages would pass a large one for as long as they come."""
@@ -258,7 +258,7 @@ class PartSink:
                 while arrival != min(self._line) or self._held + nbytes > self._opt.max_bytes:
                     if self._dead is not None:
                         raise self._dead
-                    if arrival == min(self._line) and not self._storing and not self._finishing:
+                    if arrival == min(self._line) and not self._storing and not self._adding:
                         if not self._open.segments:
                             break  # only unfinished segments are held: more pages must be accepted to complete them
                         self._seal_locked()  # nothing else frees memory: store the complete segments
@@ -266,6 +266,7 @@ class PartSink:
                 if self._dead is not None:
                     raise self._dead
                 self._held += nbytes
+                self._adding += 1
             finally:
                 self._line.remove(arrival)
                 self._lock.notify_all()

@@ -117,9 +117,8 @@ def test_a_row_that_is_computed_again_is_not_mixed_with_what_its_dead_engine_lef
     def copied(source, seed):
         return [replace(p, segment=replace(p.segment, source=source)) for p in pages("k", 100, seed=seed)]
 
-    for page in copied("first", seed=500)[:2]:
-        sink.add(page)
-    for page in copied("second", seed=0):
+    first, second = copied("first", seed=500), copied("second", seed=0)
+    for page in (first[0], second[0], first[1], *second[1:]):  # a late page of the dead engine is no newer copy
         sink.add(page)
     assert sink.held_bytes > 0
     sink.close()

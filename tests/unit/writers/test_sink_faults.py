@@ -205,6 +205,36 @@ class ClingingStore(WrappedStore):
             raise kept from None
 
 
+def test_a_second_long_sample_waits_while_the_last_page_of_the_first_is_encoded(store, monkeypatch):
+    *most, last = pages("a", 60)
+    sink = PartSink(store, options(max_bytes=last.nbytes), lambda _: None)
+    for page in most:
+        sink.add(page)
+    encoding, encode = threading.Event(), threading.Event()
+    real = SegmentEncoder.add
+
+    def add(self, page, look):
+        if page is last:
+            encoding.set()
+            encode.wait(30)
+        return real(self, page, look)
+
+    monkeypatch.setattr(SegmentEncoder, "add", add)
+    adds = [threading.Thread(target=sink.add, args=[page]) for page in (last, pages("b", 60)[0])]
+    adds[0].start()
+    assert encoding.wait(30)
+    held = sink.held_bytes
+    adds[1].start()
+    adds[1].join(0.2)
+    assert adds[1].is_alive()
+    assert sink.held_bytes == held
+    encode.set()
+    for thread in adds:
+        thread.join(30)
+    sink.close()
+    assert list(load_manifest(store).samples) == ["a"]
+
+
 def test_pages_wait_in_line_for_room(store):
     """A small page waits behind a large page, so that the later sample under a path is stored last."""
     (fills,), (large,), (small,) = pages("x", 16), named("a", 16, seed=1), named("b", 1, seed=2)
