@@ -19,6 +19,7 @@ _ROUNDS = 8
 
 # The time of each pattern must grow linearly with the text's length. No pattern matches ``HIDDEN``, so that a redacted
 # text stays the same.
+_HIDDEN = re.escape(HIDDEN)
 _WORD = re.compile(r"\S+")
 #: ``scheme://`` and the text to the first quote, bracket or control character. A bracket may surround an IPv6 address.
 _BARE = re.compile(r"[^:]*://(\[[0-9A-Fa-f:.%]*\])?[^'\"<>()\[\]{},;`|\0-\x1f]*")
@@ -40,15 +41,18 @@ _SETTING = re.compile(
 #: The next quoted text of a list or of an object, also the name of its next member.
 _NEXT_VALUE = re.compile(_UNQUOTED + _QUOTE)
 _IS_NAME = re.compile(r"\\*['\"]\s{0,40}[:=]")
-_ELEMENT = re.compile(r"<([\w.:-]{1,100})(\s[^<>]*+)?>(?!\(not)(?:\s{0,40}<!\[CDATA\[)?[^<]+")
+_ELEMENT = re.compile(rf"<([\w.:-]{{1,100}})(\s[^<>]*+)?>(?!{_HIDDEN})(?:\s{{0,40}}<!\[CDATA\[)?[^<]+")
 _TOKEN = re.compile(
     rf"({BEFORE_TOKEN})[^\s'\"]+|((?i:\b(?:bearer|basic)\s{{1,4}}))(?=[^\s'\"]*\d)[^\s'\"]{{16,}}|{KNOWN_TOKEN}"
 )
 #: A member of a connection string.
 _KEY = re.compile(
-    r"\b(\w{0,20}(?:accountkey|accesskey|accesssignature)|password|passwd|pwd)=(?!\(not)[^;\s'\"]+", re.IGNORECASE
+    rf"\b(\w{{0,20}}(?:accountkey|accesskey|accesssignature)|password|passwd|pwd)=(?!{_HIDDEN})[^;\s'\"]+",
+    re.IGNORECASE,
 )
-_PRIVATE_KEY = re.compile(r"(BEGIN [A-Z ]{0,20}PRIVATE KEY)(?! \(not).*?(END [A-Z ]{0,20}PRIVATE KEY|\Z)", re.DOTALL)
+_PRIVATE_KEY = re.compile(
+    rf"(BEGIN [A-Z ]{{0,20}}PRIVATE KEY)(?! {_HIDDEN}).*?(END [A-Z ]{{0,20}}PRIVATE KEY|\Z)", re.DOTALL
+)
 #: Words that are left out on both sides of a cut. So the text has room if a half of ``HIDDEN`` is replaced again.
 _WORDS_AT_CUT = 10
 
@@ -171,7 +175,7 @@ def _address(word: str) -> str:
     before, at, host = word.rpartition("@")
     user, colon, password = before.partition(":")
     # gRPC names an endpoint without its scheme.
-    return f"{user}:{HIDDEN}@{host}" if at and colon and password and not password.startswith("(not") else word
+    return f"{user}:{HIDDEN}@{host}" if at and colon and password else word
 
 
 def _link(link: str) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-# The time of each pattern must grow linearly with a text's length. No pattern matches ``(not shown)``.
+import re
+
+from hsx_dist.config.secret_names import HIDDEN
+
+# The time of each pattern must grow linearly with a text's length. No pattern matches ``HIDDEN``.
 
 #: Prefix → the further characters that distinguish a token from a name.
 _KNOWN = {
@@ -17,12 +21,13 @@ _KNOWN = {
     "AKIA": "[A-Z0-9]{16}",
 }
 _QUOTE = r"(?:[bu]?\\{0,8}['\"])?"
+_HIDDEN = re.escape(HIDDEN)
 #: The text before a token of any length: a header's name and its scheme, or a scheme before a known prefix.
 BEFORE_TOKEN = (
-    rf"(?i:authorization{_QUOTE}\s{{0,4}}[:=]\s{{0,4}}{_QUOTE}(?:bearer|basic)\s{{1,4}}(?!{_QUOTE}\(not){_QUOTE})"
+    rf"(?i:authorization{_QUOTE}\s{{0,4}}[:=]\s{{0,4}}{_QUOTE}(?:bearer|basic)\s{{1,4}}(?!{_QUOTE}{_HIDDEN}){_QUOTE})"
     rf"|\b(?i:bearer|basic)\s{{1,4}}(?={'|'.join(_KNOWN)})"
 )
+#: Behind no letter or digit of a word. Those of an escape, such as ``%3D`` or ``\n``, are none.
+_BEGINS = r"(?:(?<![A-Za-z0-9])|(?<=%[\da-fA-F]{2})|(?<=\\[nrt])|(?<=\\x[\da-fA-F]{2})|(?<=\\u[\da-fA-F]{4}))"
 #: A token with a known prefix, anywhere.
-KNOWN_TOKEN = (
-    rf"(?<![A-Za-z0-9])(?:{'|'.join(prefix + further for prefix, further in _KNOWN.items())})[\w-]*(?:\.[\w-]+)*"
-)
+KNOWN_TOKEN = rf"{_BEGINS}(?:{'|'.join(prefix + further for prefix, further in _KNOWN.items())})[\w-]*(?:\.[\w-]+)*"

@@ -60,6 +60,13 @@ HUB = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZabcdefgh"
         (f"<Token xmlns='{'x' * 300}'>{SECRET}</Token>", f"<Token xmlns='{'x' * 300}'>(not shown)</Token>"),
         (f"password='''it's {SECRET}''', n='m'", "password='''(not shown)''', n='m'"),
         (f"secret=r'{SECRET}', 'token': Rb\"{SECRET}\"", "secret=r'(not shown)', 'token': Rb\"(not shown)\""),
+        (f"/x?a%3D{HUB}&b", "/x?a%3D(not shown)&b"),
+        (rf"'first\n{HUB}\u0026{HUB}'", r"'first\n(not shown)\u0026(not shown)'"),
+        (
+            f"pwd=(not{SECRET}; u:(not{SECRET}@h 'auth': '(not {SECRET}'",
+            "pwd=(not shown); u:(not shown)@h 'auth': '(not shown)'",
+        ),
+        (f"<Password>(not {SECRET}</Password>", "<Password>(not shown)</Password>"),
         (f"<Password> <![CDATA[{SECRET}]]></Password>", "<Password>(not shown)</Password>"),
         (f"'password':\n    '{SECRET}'", "'password':\n    '(not shown)'"),
         (f"connect(host='h', password='{SECRET}')", "connect(host='h', password='(not shown)')"),
