@@ -15,32 +15,37 @@ from typing import Any
 
 #: Limit in characters of a reason that is stored, returned to a client, or put into an error.
 MAX_REASON = 1000
+#: Limit in characters of any text that is shown. A stored object's text may have megabytes, and ten times as many where
+#: each character is escaped.
+MAX_SHOWN = 1 << 16
 
 
-def printable(text: object, limit: int | None = None) -> str:
+def printable(text: object, limit: int = MAX_SHOWN) -> str:
     """Return ``text`` on one line, in at most ``limit`` characters.
 
     Characters in Unicode's categories control, format, surrogate, private, unassigned and separator (except the space)
     become ``\\n``, ``\\x1b``, ``\\u202e`` and so on.
     """
-    shown = str(text)
-    if limit is not None and len(shown) > limit:
-        shown = f"{shown[: limit - 1]}…"
+    shown = _cut(str(text), limit)
     if shown.isprintable():
         return shown
     pieces = [c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown]
-    if limit is not None and sum(map(len, pieces)) > limit:
-        ends = list(accumulate(map(len, pieces)))
+    ends = list(accumulate(map(len, pieces)))
+    if ends[-1] > limit:
         pieces = [*pieces[: bisect_right(ends, limit - 1)], "…"]
     return "".join(pieces)
 
 
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
 def printable_lines(text: object) -> str:
-    """Return ``text`` with its line breaks, and every line after the first indented.
+    """Return ``text`` with its line breaks, and every line after the first indented. Shows ``MAX_SHOWN`` characters.
 
     So a line break in a client's text cannot fake a log line, which begins at the margin.
     """
-    return "\n  ".join(map(printable, str(text).split("\n")))
+    return "\n  ".join(map(printable, _cut(str(text), MAX_SHOWN).split("\n")))
 
 
 def bounded(text: object) -> str:

@@ -28,6 +28,7 @@ from hsx_dist.reading.select import key_hash
 from hsx_dist.reading.statistics import damaged_statistics
 from hsx_dist.store import Store
 from hsx_dist.store.output_file import regular_file, writable
+from hsx_dist.text import printable
 
 # All exponent bits are set: infinity or NaN.
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
@@ -43,7 +44,7 @@ class Problem:
 
     Attributes:
         part: the object's name. ``""`` is the run itself.
-        message: the error.
+        message: the error, printable, at most 65,536 characters: it may quote a stored text of any size.
 
     Example:
         >>> from hsx_dist.reading import Problem
@@ -53,6 +54,9 @@ class Problem:
 
     part: str
     message: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", printable(self.message))
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import tracemalloc
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 import hsx_dist
-from hsx_dist.text import MAX_REASON, ascii_json, bounded, printable, printable_lines
+from hsx_dist.reading import Problem
+from hsx_dist.text import MAX_REASON, MAX_SHOWN, ascii_json, bounded, printable, printable_lines
 
 HOSTILE = "a\x1b[2J\r\n\x7f\x9b31m\u202e\u2066\u200b\u2028\ufeff\U000e0041\ud800b"
 
@@ -27,6 +29,17 @@ def test_cursor_and_bidirectional_characters_are_escaped():
 def test_length_has_a_limit():
     assert len(printable("x" * 5000, 80)) == 80
     assert len(bounded(ValueError("x" * 5000))) == MAX_REASON
+
+
+@pytest.mark.parametrize("show", [printable, printable_lines, lambda text: Problem("p", text).message])
+def test_a_stored_text_of_any_size_takes_little_memory(show):
+    text = "\n\x7f" * (1 << 20)
+    tracemalloc.start()
+    shown = show(text)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(shown) < 8 * MAX_SHOWN
+    assert peak < 32 << 20
 
 
 @pytest.mark.parametrize("text", ["\U000e0001" * 5000, "a\n" * 5000, "\U000e0001" * 100, "a" * 995 + "\x1b" * 5])

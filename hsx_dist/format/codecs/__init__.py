@@ -99,7 +99,7 @@ def codec_from_dict(d: Mapping[str, Any]) -> Codec:
         return codec(**{str(k): v for k, v in d.items() if k != "name"})
     except (TypeError, ValueError) as e:
         raise FormatError(
-            f"codec {name}: expected parameters that it accepts, got {str(dict(d))[:200]}: {e}. Correct them"
+            f"codec {name}: expected parameters that it accepts, got {str(dict(d))[:200]}: {str(e)[:200]}. Correct them"
         ) from e
 
 
