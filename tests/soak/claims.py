@@ -29,9 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import HsxError
-from tests.soak.claim_kinds import KINDS, Read
+from tests.soak import claim_kinds
+from tests.soak.claim_kinds import Read
+from tests.soak.claim_texts import texts
 from tests.soak.mutations import LONGEST_MESSAGE
 
+KINDS = {**claim_kinds.KINDS, "texts": texts}
 MEMORY = 256 << 20
 SLOWEST = 10.0
 #: Without these each thread reserves address space that it does not use.
