@@ -42,9 +42,9 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
     all samples that a single reader would.
 
     Args:
-        datasets: each has its seed and layers, and divides itself among ranks and workers.
+        datasets: each has its seed and layers, and divides itself among ranks and workers. Each is another object.
         weights: a positive number for each data set. Default: their lengths. All then end at the same time, and an
-            epoch has each sample once.
+            epoch has each sample once. A data set without samples then adds nothing.
         stop: ``first``: end when the first data set ends. ``all``: continue with the others.
 
     Raises:
@@ -70,6 +70,8 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
             )
         if not datasets:
             raise ConfigError("datasets: expected at least one, got none. Pass one or more")
+        if len({id(d) for d in datasets}) < len(datasets):  # each has one position
+            raise ConfigError("datasets: expected different objects, got one several times. Open one for each place")
         given = [_mean_length(d) for d in datasets] if weights is None else _weights(weights, len(datasets))
         if stop not in ("first", "all"):
             raise ConfigError(f"stop: expected 'first' or 'all', got {stop!r}. Use one of these")
@@ -122,7 +124,7 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         # depends on this number. If the shards counted from 1 each, all of them would end before the first sample of a
         # data set with few samples.
         first = [(shard + 1) / shards for shards, shard in (d._shards() for d in self._datasets)]
-        open_ = set(range(len(sources)))
+        open_ = {i for i, weight in enumerate(self._weights) if weight}  # a length is 0 without samples
         while open_:
             i = min(open_, key=lambda i: ((taken[i] + first[i]) / self._weights[i], i))
             item = next(sources[i], None)

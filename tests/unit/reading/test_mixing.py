@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from hsx_dist import ConfigError, HiddenStatesDataset, MixedDataset, merge_states
+from hsx_dist import ConfigError, HiddenStatesDataset, MixedDataset, merge_states, open_run
 from hsx_dist.reading import datasets
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
@@ -77,6 +77,28 @@ def test_only_data_sets_are_mixed(folder: Path) -> None:
     for given in (single, [single, str(folder / "b")], "ab", 5, [None]):
         with pytest.raises(ConfigError, match=r"^datasets: expected a list of HiddenStatesDataset, got "):
             MixedDataset(given)
+
+
+def test_a_data_set_is_mixed_once(folder: Path) -> None:
+    """It has one position, so a second place would resume at the first one's."""
+    one = HiddenStatesDataset(str(folder / "a"))
+    with pytest.raises(ConfigError, match=r"^datasets: expected different objects, got one several times\. Open one"):
+        MixedDataset([one, one], [1, 1])
+
+
+@pytest.mark.parametrize("stop", ["first", "all"])
+def test_without_weights_a_data_set_without_samples_adds_nothing(folder: Path, stop: Any) -> None:
+    def mixed(names: str) -> MixedDataset:
+        empty = HiddenStatesDataset(open_run(str(folder / "b")).select(min_tokens=1000))
+        return MixedDataset([empty, *(HiddenStatesDataset(str(folder / name)) for name in names)], stop=stop)
+
+    assert keys_of(mixed("")) == []
+    one, again = mixed("ac"), mixed("ac")
+    seen = keys_of(itertools.islice(one, 7))
+    again.load_state_dict(merge_states([one.state_dict()]))
+    assert sorted(seen + keys_of(again)) == sorted(KEYS["a"] + KEYS["c"])
+    again.set_epoch(1)
+    assert sorted(keys_of(again)) == sorted(KEYS["a"] + KEYS["c"])
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -142,5 +164,6 @@ def test_without_weights_skipped_samples_end_no_other_data_set(tmp_path: Path, f
 def test_without_weights_a_repeating_data_set_ends_with_the_other(folder: Path) -> None:
     repeated, other = (HiddenStatesDataset(str(folder / name), repeat=name == "b") for name in "ba")
     assert Counter(key[0] for key in keys_of(MixedDataset([repeated, other]))) == {"a": 41, "b": 3}
-    items = itertools.islice(MixedDataset([repeated, repeated]), 20)
+    again = HiddenStatesDataset(str(folder / "b"), repeat=True)
+    items = itertools.islice(MixedDataset([repeated, again]), 20)
     assert len(list(items)) == 20
