@@ -18,7 +18,11 @@ from hsx_dist.inputs.reader import read_in_child
 from hsx_dist.inputs.records import RecordBatch, read_batches
 from hsx_dist.inputs.row_cost import cost_of_json, most_cost
 from hsx_dist.inputs.row_values import is_unicode, kind_of, row_json, shown
+from hsx_dist.inputs.sources import named_fields
 from hsx_dist.inputs.tables import Unreadable
+from hsx_dist.logger import get_logger
+
+log = get_logger(__name__)
 
 #: Refused rows that an input may have, and how many more for each usable row. Each takes about 500 bytes of the driver.
 _FREE_REFUSED, _REFUSED_A_ROW = 1_000_000, 10
@@ -71,8 +75,9 @@ def _hash(body: bytes) -> str:
 def read_rows(config: InputConfig) -> Iterator[Row | RowFate]:
     """Return an iterator over the rows of ``config.path``, in order. Opens the first file before it returns.
 
-    Raises ``ConfigError`` if there is no such file or bucket, or no access. While iterating, raises ``Unavailable`` if
-    the store fails, and ``FormatError`` if a file is broken; both name the number of the first row that was not read.
+    Raises ``ConfigError`` if there is no such file or bucket, no access, or no table with a named column. While
+    iterating, raises ``Unavailable`` if the store fails, and ``FormatError`` if a file is broken; both name the number
+    of the first row that was not read.
     """
     needed = (config.text, config.messages, config.token_ids)
     own = (config.id, config.tools, config.loss_mask, *config.metadata)
@@ -95,7 +100,7 @@ def rows_from(prompts: Iterable[Any], config: InputConfig) -> Iterator[Row | Row
     choice = _Choice(config)
     for number, prompt in enumerate(prompts):
         if choice.ended():
-            return
+            break
         if choice.takes("", number):
             try:
                 record = _as_record(prompt, config)
@@ -104,6 +109,7 @@ def rows_from(prompts: Iterable[Any], config: InputConfig) -> Iterator[Row | Row
                     f"expected text, token ids or messages, got {type(prompt).__name__} that raises {type(e).__name__}"
                 )
             yield check.judge(number, number, record)
+    check.warn_of_missing()
 
 
 def _as_record(prompt: Any, config: InputConfig) -> Any:
@@ -148,7 +154,9 @@ def _rows(batches: Iterator[RecordBatch], config: InputConfig, opened: RecordBat
                     )
             yield judged
             if choice.ended():
+                check.warn_of_missing()
                 return
+    check.warn_of_missing()
 
 
 class _Choice:
@@ -189,6 +197,8 @@ class _RowCheck:
         self.stem = stems[0]
         self._places = {_place_stem(stem) for stem in stems}
         self._seen: set[bytes] = set()
+        self._missing = named_fields(config)
+        self._judged = 0
 
     def judge_line(self, row: int, number: int, line: bytes | None) -> Row | RowFate:
         most = int(self.config.max_row_bytes)
@@ -228,6 +238,9 @@ class _RowCheck:
             return self._refused(row, number, record.reason)
         if not isinstance(record, dict):
             return self._refused(row, number, f"expected a JSON object, got {kind_of(record)}")
+        self._judged += 1
+        if self._missing:
+            self._missing = {name: setting for name, setting in self._missing.items() if name not in record}
         key = None
         try:
             key = self._key(number, record)
@@ -239,6 +252,14 @@ class _RowCheck:
         except InputError as e:
             return self._refused(row, number, str(e), key)
         return Row(key, row, number_key=self._number_key(number), **fields)
+
+    def warn_of_missing(self) -> None:
+        """Log the fields that the configuration names, and no row had. Called after the last row."""
+        for name, setting in self._missing.items() if self._judged else ():
+            log.warning(
+                "%s: expected rows with the field %s, got none in %d rows. Correct the name or remove it",
+                *(setting, name, self._judged),
+            )
 
     def _first(self, key: str) -> bool:
         if self.config.id is None:

@@ -56,6 +56,26 @@ def test_other_field_names(tmp_path: Path) -> None:
     assert [r.key for r in read(path, id=None, text="prompt")] == ["in:00000000"]
 
 
+def test_a_named_field_that_no_row_has_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"text": "a"}, {"text": "b", "source": "x", "assistant_mask": None}, {"text": "c"}]
+    path = write(tmp_path / "in.jsonl", *rows)
+    read(path, metadata=["source"], loss_mask="assistant_mask")
+    read_rows(InputConfig(path=path, id="uid"))  # opens the file only
+    assert not caplog.messages
+    config = InputConfig(path=path, metadata=["source", "sorce"], id="uid")
+    assert len([*read_rows(config), *rows_from(rows, config)]) == 6
+    told = [
+        f"{name}: expected rows with the field {field}, got none in 3 rows. Correct the name or remove it"
+        for name, field in (("input.metadata", "sorce"), ("input.id", "uid"))
+    ]
+    assert caplog.messages == told * 2
+    caplog.clear()
+    read(path, metadata=["source"], limit=1)
+    assert caplog.messages == [
+        "input.metadata: expected rows with the field source, got none in 1 rows. Correct the name or remove it"
+    ]
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
