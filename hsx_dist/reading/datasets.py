@@ -58,7 +58,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         rank, world_size: this reader's rank. Default: from torch.distributed, else torchrun's environment. The workers
             of a ``DataLoader`` divide their rank's share.
         loss_mask: for samples without a stored mask: ``ones``, or ``raise``. ``off``: items have no mask.
-        rename: name → new name; ``None`` removes it from items. The name of an attached array adds that array.
+        rename: name → new name; ``None`` removes it from items. The name of an attached array adds that array, whole:
+            ``tokens`` and ``max_tokens`` do not cut it.
         on_error: for a corrupt or missing part: ``raise``, or ``skip`` and count in ``skipped``.
         prefetch_bytes: limit for samples that are being read or wait to be taken. One sample larger than the limit is
             still read.

@@ -32,7 +32,7 @@ class ItemSpec:
     - ``max_tokens``: maximum number of these tokens, cut at the side that ``crop`` names. ``random`` is a window that
       seed, epoch and key determine.
     - ``loss_mask``: for samples without this attached array: ``ones``, or ``raise``. ``off``: items have no mask.
-    - ``rename``: name → new name; ``None`` removes it. The name of an attached array adds that array.
+    - ``rename``: name → new name; ``None`` removes it. The name of an attached array adds that array, whole.
     - ``points``: names of points of the model. They replace ``hidden_states`` and ``layer_ids`` in the item.
     """
 
@@ -168,7 +168,7 @@ class ItemSpec:
         if self.loss_mask != "off":
             item["loss_mask"] = self._mask(sample, loaded)
         for name, array in attached_of(sample, self._extra).items():
-            item[name] = to_ids(array, self.framework)
+            item[name] = to_ids(array, self.framework)  # whole: its first axis may be of anything, such as classes
         return {self.rename.get(name, name) or name: v for name, v in item.items() if self.rename.get(name, name)}
 
     def _mask(self, sample: Sample, loaded: Mapping[str, Any]) -> Any:
