@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
 from hsx_dist.config import public_url
-from hsx_dist.config.checks import nearest
-from hsx_dist.errors import ConfigError, FormatError, HsxError, Unavailable
+from hsx_dist.errors import FormatError, HsxError, Unavailable
 from hsx_dist.inputs.decompress import BROKEN, FREE_ROWS, MOST_ROWS
 from hsx_dist.inputs.lines import read_lines
 from hsx_dist.inputs.row_cost import most_cost
-from hsx_dist.inputs.sources import LINES, Input
-from hsx_dist.inputs.tables import BATCH_ROWS, StoreFile, column_names, read_columns
+from hsx_dist.inputs.sources import Input
+from hsx_dist.inputs.tables import BATCH_ROWS, StoreFile, read_columns
 
 #: Bytes of rows that end a batch before it has `BATCH_ROWS`.
 _BATCH_BYTES = 1 << 20
@@ -53,10 +52,8 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
 
     Raises:
         FormatError: a file is broken; Unavailable: the store failed; both with the number of the last row read.
-        ConfigError: a file cannot be opened or has none of the needed columns; a column that the configuration names is
-            in no file; pyarrow is missing.
+        ConfigError: a file cannot be opened or has none of the needed columns; pyarrow is missing.
     """
-    _require_named(found)
     labels = tuple(source.label for source in found.sources)
     for source in found.sources:
         number, at, stored = -1, 0, 0
@@ -88,30 +85,6 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
                 raise
             except Exception as e:  # noqa: BLE001 (each file system has its own; their texts may hold signed URLs)
                 raise _read_error(e, shown, number) from None
-
-
-def _require_named(found: Input) -> None:
-    """Raise ConfigError if all files are tables, and none has a column that the configuration names.
-
-    Opens files until each column is found: usually the first one.
-    """
-    missing, there = found.named_fields, set[str]()
-    if not missing or any(source.format in LINES for source in found.sources):
-        return
-    for source in found.sources:
-        for path in source.files:
-            try:
-                with found.open(path, compressed=False) as file:
-                    there.update(column_names(StoreFile(file, found.stored_bytes(path)), source.format))
-            except Exception:  # noqa: BLE001 (``read_batches`` reports it, after the rows before it)
-                return
-            if there.issuperset(missing):
-                return
-    name = next(name for name in missing if name not in there)
-    raise ConfigError(
-        f"{missing[name]}: expected a column {name} in {found.shown}, got {', '.join(sorted(there))[:400]}"
-        f"{nearest(name, there)}. Correct the name or remove it"
-    )
 
 
 def _read_error(error: Exception, shown: str, number: int) -> HsxError:

@@ -18,12 +18,15 @@ from hsx_dist.inputs.reader import read_in_child
 from hsx_dist.inputs.records import RecordBatch, read_batches
 from hsx_dist.inputs.row_cost import cost_of_json, most_cost
 from hsx_dist.inputs.row_values import is_unicode, kind_of, row_json, shown
-from hsx_dist.inputs.sources import named_fields
 from hsx_dist.inputs.tables import Unreadable
 from hsx_dist.logger import get_logger
 
 log = get_logger(__name__)
 
+#: Settings that name a field of a row, besides ``metadata``.
+_FIELDS = ("text", "messages", "token_ids", "id", "tools", "loss_mask")
+#: After this many rows a field that a setting names, and that no row has, is warned of.
+_WITHOUT_FIELD = 1000
 #: Refused rows that an input may have, and how many more for each usable row. Each takes about 500 bytes of the driver.
 _FREE_REFUSED, _REFUSED_A_ROW = 1_000_000, 10
 
@@ -75,9 +78,8 @@ def _hash(body: bytes) -> str:
 def read_rows(config: InputConfig) -> Iterator[Row | RowFate]:
     """Return an iterator over the rows of ``config.path``, in order. Opens the first file before it returns.
 
-    Raises ``ConfigError`` if there is no such file or bucket, no access, or no table with a named column. While
-    iterating, raises ``Unavailable`` if the store fails, and ``FormatError`` if a file is broken; both name the number
-    of the first row that was not read.
+    Raises ``ConfigError`` if there is no such file or bucket, or no access. While iterating, raises ``Unavailable`` if
+    the store fails, and ``FormatError`` if a file is broken; both name the number of the first row that was not read.
     """
     needed = (config.text, config.messages, config.token_ids)
     own = (config.id, config.tools, config.loss_mask, *config.metadata)
@@ -197,7 +199,7 @@ class _RowCheck:
         self.stem = stems[0]
         self._places = {_place_stem(stem) for stem in stems}
         self._seen: set[bytes] = set()
-        self._missing = named_fields(config)
+        self._missing = _named_fields(config)
         self._judged = 0
 
     def judge_line(self, row: int, number: int, line: bytes | None) -> Row | RowFate:
@@ -241,6 +243,8 @@ class _RowCheck:
         self._judged += 1
         if self._missing:
             self._missing = {name: setting for name, setting in self._missing.items() if name not in record}
+            if self._judged == _WITHOUT_FIELD:
+                self.warn_of_missing()
         key = None
         try:
             key = self._key(number, record)
@@ -254,8 +258,9 @@ class _RowCheck:
         return Row(key, row, number_key=self._number_key(number), **fields)
 
     def warn_of_missing(self) -> None:
-        """Log the fields that the configuration names, and no row had. Called after the last row."""
-        for name, setting in self._missing.items() if self._judged else ():
+        """Log once the fields that a setting names, and no row had so far."""
+        missing, self._missing = self._missing if self._judged else {}, {}
+        for name, setting in missing.items():
             log.warning(
                 "%s: expected rows with the field %s, got none in %d rows. Correct the name or remove it",
                 *(setting, name, self._judged),
@@ -329,3 +334,10 @@ class _RowCheck:
 def _place_stem(label: str) -> str:
     """Return a source's label for the keys of refused rows. A file's name may be invalid Unicode."""
     return label.encode("utf-8", "backslashreplace").decode()
+
+
+def _named_fields(config: InputConfig) -> dict[str, str]:
+    """Return the names of fields that are not defaults, and the setting of each: the user expects rows with them."""
+    defaults = InputConfig.model_fields
+    named = {getattr(config, s): f"input.{s}" for s in _FIELDS if getattr(config, s) not in (None, defaults[s].default)}
+    return dict.fromkeys(config.metadata, "input.metadata") | named

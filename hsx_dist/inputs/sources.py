@@ -25,8 +25,6 @@ _T = TypeVar("_T")
 #: Bytes of a file of lines that are read at once.
 _BUFFER = 1 << 18
 
-#: Settings that name a field of a row, besides ``metadata``.
-_FIELDS = ("text", "messages", "token_ids", "id", "tools", "loss_mask")
 COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz|lzma)$", re.IGNORECASE)
 LINES = ("jsonl", "text")
 ARCHIVES = frozenset({".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".sz", ".snappy", ".br", ".lz", ".z"})
@@ -62,11 +60,6 @@ class Input:
     def max_row_bytes(self) -> int:
         """Limit of the bytes of a line or row."""
         return int(self._config.max_row_bytes)
-
-    @property
-    def named_fields(self) -> dict[str, str]:
-        """See the function ``named_fields``."""
-        return named_fields(self._config)
 
     def open(self, path: str, *, compressed: bool) -> IO[bytes]:
         """Open a file of a source for reading, decompressed according to its name if ``compressed``.
@@ -110,13 +103,6 @@ class Input:
             return min(members.getinfo(path.lstrip("/")).compress_size, members.start_dir)
 
         return with_config_errors(size, self.shown)
-
-
-def named_fields(config: InputConfig) -> dict[str, str]:
-    """Return the names of fields that are not defaults, and the setting of each: the user expects rows with them."""
-    defaults = InputConfig.model_fields
-    named = {getattr(config, s): f"input.{s}" for s in _FIELDS if getattr(config, s) not in (None, defaults[s].default)}
-    return dict.fromkeys(config.metadata, "input.metadata") | named
 
 
 def found_again(config: InputConfig, sources: tuple[InputSource, ...]) -> Input:

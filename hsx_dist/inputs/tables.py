@@ -106,16 +106,6 @@ def require_pyarrow() -> None:
     )
 
 
-def column_names(file: StoreFile, form: str) -> list[str]:
-    """Return the names of a table's columns.
-
-    Raises:
-        Exception: as of pyarrow, or ``StoreFailed``, if the file cannot be read.
-    """
-    names: list[str] = open_parquet(file).schema_arrow.names if form == "parquet" else open_arrow(file)[0].names
-    return names
-
-
 def read_columns(
     file: StoreFile, form: str, columns: Sequence[str], needed: Sequence[str], shown: str, most: int, left: int, at: int
 ) -> Iterator[list[tuple[int, Any]]]:

@@ -70,6 +70,14 @@ def test_a_named_field_that_no_row_has_is_warned_of(tmp_path: Path, caplog: pyte
     ]
     assert caplog.messages == told * 2
     caplog.clear()
+    rows = [{"text": str(i)} for i in range(1500)]
+    found = rows_from(rows, InputConfig(path=path, metadata=["source"]))
+    for _ in range(1000):
+        next(found)
+    assert len(caplog.messages) == 1
+    assert len(list(found)) == 500
+    assert len(caplog.messages) == 1
+    caplog.clear()
     read(path, metadata=["source"], limit=1)
     assert caplog.messages == [
         "input.metadata: expected rows with the field source, got none in 1 rows. Correct the name or remove it"

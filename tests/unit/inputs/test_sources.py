@@ -189,39 +189,8 @@ def test_only_the_configured_columns_are_read(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(tables, "_chosen", lambda *a: [seen.add(c) or c for c in chosen(*a)])
     read(saved(tmp_path / "d", table("a")))
     assert seen == {"text"}
-    with pytest.raises(ConfigError, match=r"expected one of the columns text, messages, token_ids .* got body"):
-        read(saved(tmp_path / "e", pa.table({"body": ["x"]})))
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"loss_mask": "assistant_mask"}, r"input\.loss_mask: .* column assistant_mask .* mean assistant_masks\?\)"),
-        ({"metadata": ["unused", "sorce"]}, r"input\.metadata: .* column sorce .* mean source\?\)"),
-        ({"id": "uid"}, r"input\.id: expected a column uid in .*, got assistant_masks, source, text, unused\. Correct"),
-        ({"tools": "functions"}, r"input\.tools: "),
-        ({"token_ids": "ids"}, r"input\.token_ids: "),
-    ],
-)
-def test_a_named_column_is_in_one_of_the_tables(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
-    more = table("b").append_column("source", pa.array(["x"])).append_column("assistant_masks", pa.array([[1]]))
-    path = saved(tmp_path / "d", table("a"), more)
-    found = read(path, metadata=["source"], loss_mask="assistant_masks", id=None)
-    assert [(row.metadata, row.loss_mask) for row in found if isinstance(row, Row)] == [
-        ({}, None),
-        ({"source": "x"}, [1]),
-    ]
-    with pytest.raises(ConfigError, match=words):
-        read_rows(InputConfig(path=str(path), **settings))  # before the first row
-
-
-def test_a_damaged_table_without_a_named_column_is_read_up_to_the_damage(tmp_path: Path) -> None:
-    path = saved(tmp_path / "d", table("a"), table("b"))
-    (path / "data-00001-of-00002.arrow").write_bytes(b"nonsense" * 100)
-    rows = read_rows(InputConfig(path=str(path), metadata=["source"]))
-    assert isinstance(next(rows), Row)
-    with pytest.raises(FormatError, match="whole arrow file"):
-        next(rows)
+    with pytest.raises(ConfigError, match=r"expected one of the columns text, chat, token_ids .* got body"):
+        read(saved(tmp_path / "e", pa.table({"body": ["x"]})), messages="chat")
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
