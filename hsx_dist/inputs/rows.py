@@ -322,13 +322,25 @@ class _RowCheck:
         if problem:
             raise InputError(f"{name}: {problem}")
         fields: dict[str, Any] = {kind: value}
-        if kind == "messages" and record.get(c.tools) is not None:
-            fields["tools"] = as_tools(record[c.tools], c.tools, most)
+        tools = record.get(c.tools)
+        if kind == "messages" and tools is not None:
+            fields["tools"] = as_tools(tools, c.tools, most)
+        elif c.tools not in c.metadata and _has_tools(tools):
+            raise InputError(
+                f"{c.tools}: expected tools only with {c.messages}, whose chat template renders them, got tools with "
+                f"{name}. Write the row as messages, remove its tools, or set input.tools to another name"
+            )
         if record.get(c.loss_mask) is not None:
             fields["loss_mask"] = mask_of(record[c.loss_mask], c.loss_mask)
         if c.metadata:
             fields["metadata"] = json_metadata({n: record[n] for n in c.metadata if n in record})
         return fields
+
+
+def _has_tools(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.strip() not in ("", "[]", "{}", "null")
+    return value is not None and not (isinstance(value, (list, dict)) and not value)
 
 
 def _place_stem(label: str) -> str:
