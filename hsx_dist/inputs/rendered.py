@@ -1,7 +1,8 @@
-"""Finds messages that a chat template leaves out, or prints as Python code."""
+"""Finds messages that a chat template leaves out, changes, or prints as Python code."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,8 +17,15 @@ _FOUND = re.compile(r"hsx\d+(?:text|part|call|tool)\d+mark")
 #: A part's mark in the Python code of a list.
 _AS_CODE = re.compile(r"(?:'text': |\[|, )'hsx\d+part\d+mark'")
 
-#: Templates of models that think, such as Qwen3's and DeepSeek-R1's, cut an answer at each of these.
-_END_OF_THOUGHTS = "</think>"
+#: Thoughts at the beginning of a text: of Qwen3 and DeepSeek, EXAONE Deep, Magistral, Seed-OSS.
+_THOUGHT = re.compile(
+    r"\A\s*(?:<think>.*?</think>|<thought>.*?</thought>|\[THINK\].*?\[/THINK\]|<seed:think>.*?</seed:think>)", re.DOTALL
+)
+#: Switches of Qwen3, SmolLM3, Nemotron and GLM, which templates remove from texts.
+_SWITCH = re.compile(r"(?<!\S)/(?:no_?)?think(?!\S)")
+_WITHOUT_SPACE = dict.fromkeys(i for i in range(0x3001) if chr(i).isspace())
+#: Templates write texts of these roles at the beginning of the prompt, also those of later messages.
+_SYSTEM = ("system", "developer")
 
 RenderWithTools = Callable[[list[dict[str, Any]], list[Any] | None], str]
 
@@ -33,7 +41,8 @@ def require_rendered(messages: list[dict[str, Any]], tools: list[Any] | None, re
 
     Templates for text alone print a list of parts as ``[{'type': 'text', …``, and a null as ``None``. Others leave out
     parts, tools, or roles that they do not know. Texts and functions' names are replaced by marks, and the marks are
-    searched in one pass. A template may leave out the text of a message with ``tool_calls``.
+    searched in one pass. A template may leave out the text of a message with ``tool_calls``. ``require_texts`` finds
+    texts that the template changes.
 
     Args:
         render: messages, tools → text.
@@ -44,7 +53,6 @@ def require_rendered(messages: list[dict[str, Any]], tools: list[Any] | None, re
     """
     require_text_and_calls(messages)
     require_functions(tools)
-    _require_text_after_thoughts(messages, tools, render)
     if any(message.get("content") is None for message in messages):
         _require_no_none(messages, tools, render)
     marks = [_marks(i, message.get("content")) for i, message in enumerate(messages)]
@@ -79,23 +87,55 @@ def require_rendered(messages: list[dict[str, Any]], tools: list[Any] | None, re
     if not found.issuperset(tool_names):
         raise InputError(
             "expected a chat template that renders tools, got a template that leaves them out. Use a chat template "
-            "with tools, or remove the row's tools"
+            "with tools, or remove the tools"
         )
 
 
-def _require_text_after_thoughts(
-    messages: list[dict[str, Any]], tools: list[Any] | None, render: RenderWithTools
-) -> None:
-    # A mark in place of the text would not be cut. Thoughts at the beginning may be left out, as those of a member may.
-    cut = [(i, text) for i, m in enumerate(messages) for text in texts_of(m.get("content")) if _END_OF_THOUGHTS in text]
-    whole = render(messages, tools) if cut else ""
-    for i, text in cut:
-        kept = text.partition(_END_OF_THOUGHTS)[2] if text.lstrip().startswith("<think>") else text
-        if kept.strip() not in whole and not messages[i].get("tool_calls"):
-            raise InputError(
-                f"expected a chat template that renders every message, got a template that cuts message {i} at "
-                f"{_END_OF_THOUGHTS}. Write thoughts at the beginning of the content, or as reasoning"
-            )
+def require_texts(messages: list[dict[str, Any]], prompt: str) -> None:
+    """Check that the rendered ``prompt`` has the texts of ``messages`` unchanged, apart from white space.
+
+    A mark in place of a text is not changed: EXAONE Deep's template cuts texts at ``</thought>``, and SmolLM3's removes
+    ``/think`` from words. A template may leave out thoughts at the beginning of a text, switches that stand alone, and
+    the text of a message with ``tool_calls``. It may write a text as JSON.
+
+    Raises:
+        InputError: a text is missing.
+    """
+    prompt = prompt.translate(_WITHOUT_SPACE)
+    ends = dict.fromkeys((True, False), 0)
+    for i, message in enumerate(messages):
+        texts = [] if message.get("tool_calls") else texts_of(message.get("content"))
+        system = message["role"] in _SYSTEM
+        for piece in filter(None, (piece.strip() for text in texts for piece in _SWITCH.split(_THOUGHT.sub("", text)))):
+            forms = _forms_of(piece)
+            end = _end_of(forms, prompt, ends[system])
+            if end < 0:
+                end = _end_of(forms, prompt, 0)
+            if end < 0:
+                raise InputError(
+                    f"expected a chat template that renders texts as they are, got a template that changes or leaves "
+                    f"out text of message {i} (role {shown(message['role'])}). Write thoughts at the beginning of the "
+                    "content or as reasoning, remove the model's control words, or use another chat template"
+                )
+            ends[system] = end
+
+
+def _forms_of(piece: str) -> list[str]:
+    """Return the forms of a text in which a prompt may have it, without white space."""
+    forms = [piece, *(json.dumps(piece, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))]
+    return [form.translate(_WITHOUT_SPACE) for form in dict.fromkeys(forms)]
+
+
+def _end_of(forms: list[str], prompt: str, start: int) -> int:
+    """Return the end of the first of ``forms`` from ``start``, or -1. The time grows with the distance of that end."""
+    distance = 2 * max(map(len, forms)) + 256
+    while True:
+        for form in forms:
+            if (at := prompt.find(form, start, start + distance)) >= 0:
+                return at + len(form)
+        if start + distance >= len(prompt):
+            return -1
+        distance *= 2
 
 
 def _require_no_none(messages: list[dict[str, Any]], tools: list[Any] | None, render: RenderWithTools) -> None:

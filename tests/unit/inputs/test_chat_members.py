@@ -12,7 +12,6 @@ from hsx_dist.config import InputConfig
 from hsx_dist.errors import InputError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs.encode import RowEncoder, load_tokenizer
-from hsx_dist.inputs.rendered import require_rendered
 from hsx_dist.inputs.rows import Row, rows_from
 from hsx_dist.models.builtin import smollm2
 
@@ -254,24 +253,3 @@ def test_a_rows_hash_has_the_arguments_as_they_are_rendered() -> None:
     assert text.content == parsed.content
     assert text.content != Row(text.key, 0, messages=[USER, called('{"a": 1}')]).content
     assert row_of(USER, ANSWER).content == Row("0", 0, messages=[USER, ANSWER]).content
-
-
-@pytest.mark.parametrize(
-    ("text", "accepted"),
-    [
-        ("<think>two and two</think>It is 4.", True),
-        ("They write <think>, then </think>, and then the answer.", False),
-        ("<think>a</think>It is </think> 4.", False),
-        ("End with </think> always.", False),
-    ],
-)
-def test_a_text_that_a_template_cuts_at_the_end_of_thoughts_is_refused(text: str, accepted: bool) -> None:
-    def render(messages: list[dict[str, Any]], tools: Any) -> str:  # as DeepSeek-R1's template
-        return "".join(m["content"].split("</think>")[-1] for m in messages)
-
-    messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": text}]
-    if accepted:
-        require_rendered(messages, None, render)
-    else:
-        with pytest.raises(InputError, match="cuts message 1 at </think>"):
-            require_rendered(messages, None, render)
