@@ -18,6 +18,7 @@ from fsspec.spec import AbstractBufferedFile
 from hsx_dist.config import InputConfig, is_local, public_url
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
+from hsx_dist.store.encoded import without_decoding
 from hsx_dist.store.opening import check_endpoints
 
 Format = Literal["jsonl", "text", "parquet", "arrow"]
@@ -92,13 +93,20 @@ class Input:
         """Return the stored (compressed) size of a file of a source, or None if the back end does not know it.
 
         Raises:
-            ConfigError: as ``open``.
+            ConfigError: as ``open``; or it is an object of GCS with a Content-Encoding. GCS may send such an object
+                decoded, while its size is the encoded one.
         """
 
         def size() -> int | None:
             members = _zip_file(self._fs)
             if members is None:
-                return self._fs.info(path).get("size")  # type: ignore[no-any-return]
+                info = self._fs.info(path)
+                if encoding := info.get("contentEncoding"):
+                    raise ConfigError(
+                        f"input.path: expected an object without a Content-Encoding, got {str(encoding)[:50]!r} at "
+                        f"{public_url(path)}. Store it without, and end its name in .gz or .zst if it is compressed"
+                    )
+                return info.get("size")  # type: ignore[no-any-return]
             # A member's recorded size may be false. All members are stored before the directory.
             return min(members.getinfo(path.lstrip("/")).compress_size, members.start_dir)
 
@@ -122,7 +130,7 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
         return LocalFileSystem(), str(Path(config.path).expanduser().absolute())
     check_endpoints(config.storage_options)
     _check_chain(config.path, shown)
-    fs, path = fsspec.core.url_to_fs(config.path, **config.storage_options)
+    fs, path = fsspec.core.url_to_fs(config.path, **without_decoding(config.path, config.storage_options))
     if isinstance(_innermost(fs), LocalFileSystem) and not isinstance(fs, LocalFileSystem):
         # Checks of local files look for links and FIFOs, which a cache hides.
         raise ConfigError(

@@ -28,6 +28,7 @@ from hsx_dist.store.base import (
     cut,
     not_conditional,
 )
+from hsx_dist.store.encoded import without_decoding
 from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
 from hsx_dist.store.pages import in_order, next_page, put_in_order
 
@@ -225,7 +226,7 @@ class FsspecStore:
                 f"{self._scheme!r}. Correct the url"
             ) from e
         try:
-            fs = cls(**{**self._options, **self._defaults()})
+            fs = cls(**{**without_decoding(self._full_url, self._options), **self._defaults()})
             root = str(cls._strip_protocol(self._full_url)).rstrip("/")
         except TypeError as e:
             why = self._redact(str(e))

@@ -1,0 +1,122 @@
+"""Objects with a Content-Encoding are read as they are stored."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import io
+import threading
+import zipfile
+from collections.abc import Iterator
+
+import fsspec
+import pytest
+import zstandard
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import ConfigError
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs.rows import read_rows
+from hsx_dist.store.encoded import without_decoding
+from hsx_dist.store.opening import open_store
+
+PLAIN = b'{"text": "a"}\n' * 1000
+GZIP = gzip.compress(PLAIN)
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """``objects``: end of a path → body and Content-Encoding. A body without an encoding is sent without a size."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.objects: dict[str, tuple[bytes, str]] = {}
+        self.accepted: set[str | None] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.server.accepted.add(self.headers["Accept-Encoding"])
+        body, encoding = next(v for k, v in self.server.objects.items() if self.path.partition("?")[0].endswith(k))
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        if encoding:
+            self.send_header("Content-Encoding", encoding)
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+
+@pytest.fixture
+def server() -> Iterator[_Server]:
+    with _Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"), [("gzip", GZIP), ("zstd", zstandard.compress(PLAIN))], ids=("gzip", "zstd")
+)
+@pytest.mark.parametrize("scheme", ["http", "gs"])
+def test_a_store_does_not_decode(server: _Server, scheme: str, encoding: str, body: bytes) -> None:
+    server.objects["x"] = body, encoding
+    options = {"endpoint_url": server.url, "token": "anon"} if scheme == "gs" else {}
+    store = open_store("gs://bucket" if scheme == "gs" else server.url, options, backend="fsspec", retry_seconds=0)
+    assert store.get("x") == body
+    assert server.accepted == {"identity"}
+
+
+@pytest.mark.parametrize("chain", ["", "simplecache::"])
+def test_an_input_does_not_decode(server: _Server, chain: str) -> None:
+    server.objects["x.jsonl"] = GZIP, "gzip"
+    server.objects["x.jsonl.gz"] = GZIP, "gzip"
+    path = f"{chain}{server.url}/x.jsonl"
+    with fsspec.open(path, **without_decoding(path, {})) as file:
+        assert file.read() == GZIP
+    if chain:
+        return
+    assert all(isinstance(row, RowFate) for row in read_rows(InputConfig(path=path)))
+    assert len(list(read_rows(InputConfig(path=f"{path}.gz")))) == 1000
+
+
+def test_a_chain_does_not_decode(server: _Server) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as members:
+        members.writestr("x.jsonl", PLAIN)
+    server.objects["x.zip"] = gzip.compress(packed.getvalue()), "gzip"
+    with pytest.raises(ConfigError):
+        list(read_rows(InputConfig(path=f"zip://x.jsonl::{server.url}/x.zip")))
+    assert server.accepted == {"identity"}
+
+
+def test_the_users_options_are_kept() -> None:
+    given = {"http": {"a": 1}, "b": 2, "client_kwargs": {"trust_env": True, "headers": {"Cookie": "c"}}}
+    session = {"auto_decompress": False, "headers": {"Accept-Encoding": "identity"}}
+    merged = {"trust_env": True, "auto_decompress": False, "headers": {"Accept-Encoding": "identity", "Cookie": "c"}}
+    assert without_decoding("http://h/x", given) == {"a": 1, "b": 2, "client_kwargs": merged}
+    assert without_decoding("zip://x::gs://b/y", {"gs": {"token": "t"}}) == {
+        "gs": {"token": "t", "session_kwargs": session}
+    }
+    assert without_decoding("s3://b/x", given) == given
+
+
+def test_an_encoded_object_of_gcs_is_no_input(server: _Server) -> None:
+    about = b'{"kind": "storage#object", "name": "x.jsonl", "bucket": "b", "size": "20", "contentEncoding": "gzip"}'
+    server.objects["/o/x.jsonl"] = about, "identity"
+    options = {"endpoint_url": server.url, "token": "anon"}
+    with pytest.raises(ConfigError, match="expected an object without a Content-Encoding, got 'gzip'"):
+        list(read_rows(InputConfig(path="gs://b/x.jsonl", storage_options=options)))
