@@ -20,7 +20,8 @@ def read_lines(file: IO[bytes], most: int, stored: int | None) -> Iterator[tuple
     """Yield numbered lines, and ``None`` for a line that is too long. Empty lines at the end of the file are no rows.
 
     Raises ``FormatError`` for a line that is far too long, for very many empty lines, and for more lines or bytes than
-    ``stored`` bytes should hold. In a compressed file, such lines take almost no space.
+    ``stored`` bytes should hold. In a compressed file, such lines take almost no space. ``stored`` is None for a plain
+    file of unknown size, which holds only what arrives.
     """
     number, empty, made = -1, 0, 0
     most_lines, most_made = inf, inf

@@ -66,7 +66,7 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
                     yield RecordBatch(source.label, source.format, shown, [], labels)
                     labels = ()
                     if lines:
-                        items = read_lines(file, found.max_row_bytes, found.stored_bytes(path))
+                        items = read_lines(file, found.max_row_bytes, found.limiting_bytes(path))
                         text = source.format == "text"
                         batches = _grouped((n, x) for n, x in items if not text or x is None or x.strip())
                     else:

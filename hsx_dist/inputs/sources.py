@@ -89,6 +89,18 @@ class Input:
             raise FormatError(f"expected {public_url(path)} to be whole, got an empty file. Write or copy it again")
         return found
 
+    def limiting_bytes(self, path: str) -> int | None:
+        """Return the bytes by which ``read_lines`` limits a file of lines: its stored size.
+
+        If the back end does not know the size, return 0 for a compressed file. For a plain file return None: it has no
+        more bytes than arrive.
+
+        Raises:
+            ConfigError: as ``stored_bytes``.
+        """
+        stored = self.stored_bytes(path)
+        return 0 if stored is None and _is_compressed(path) else stored
+
     def stored_bytes(self, path: str) -> int | None:
         """Return the stored (compressed) size of a file of a source, or None if the back end does not know it.
 

@@ -1,4 +1,4 @@
-"""Objects with a Content-Encoding are read as they are stored."""
+"""Objects with a Content-Encoding are read as they are stored, and unknown sizes do not lift limits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 import zstandard
 
 from hsx_dist.config import InputConfig
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs import lines
 from hsx_dist.inputs.rows import read_rows
 from hsx_dist.store.encoded import without_decoding
 from hsx_dist.store.opening import open_store
@@ -112,6 +113,16 @@ def test_the_users_options_are_kept() -> None:
         "gs": {"token": "t", "session_kwargs": session}
     }
     assert without_decoding("s3://b/x", given) == given
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_compressed_input_of_unknown_size_has_limits(server: _Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "FREE_ROWS", 100)
+    server.objects["x.jsonl.zst"] = zstandard.compress(PLAIN), ""
+    server.objects["x.jsonl"] = PLAIN, ""
+    with pytest.raises(FormatError, match="expected at most 16 lines"):
+        list(read_rows(InputConfig(path=f"{server.url}/x.jsonl.zst")))
+    assert len(list(read_rows(InputConfig(path=f"{server.url}/x.jsonl")))) == 1000
 
 
 def test_an_encoded_object_of_gcs_is_no_input(server: _Server) -> None:
