@@ -47,7 +47,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.accepted.add(self.headers["Accept-Encoding"])
-        body, encoding = next(v for k, v in self.server.objects.items() if self.path.partition("?")[0].endswith(k))
+        path = self.path.partition("?")[0]
+        found = next((known for name, known in self.server.objects.items() if path.endswith(name)), None)
+        if found is None:
+            self.send_error(404)
+            return
+        body, encoding = found
         self.send_response(200)
         self.send_header("Connection", "close")
         if encoding:
