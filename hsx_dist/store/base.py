@@ -216,15 +216,29 @@ def coalesce(ranges: Sequence[tuple[int, int]], gap: int = COALESCE_GAP) -> list
     return spans
 
 
+def require_at_most(name: str, most: int, got: int) -> None:
+    """Raise ``StoreError`` if the answer to a range request has more bytes than the range.
+
+    Such a server ignores the range and sends the whole object. Readers must not take the object for a damaged one.
+    """
+    if got > most:
+        raise StoreError(
+            f"get {name}: expected at most {most} bytes, got {got}: the server ignores range requests. Use a server "
+            "that supports them, or copy the objects to a folder"
+        )
+
+
 def cut(
     name: str, ranges: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]], contents: Sequence[Buffer]
 ) -> list[memoryview]:
     """Return ``ranges`` as views into the fetched ``contents`` of ``spans`` (sorted, from ``coalesce``).
 
-    Raises ``ValueError`` if a content is shorter than its span: the object ends before the range does.
+    Raises ``ValueError`` if a content is shorter than its span: the object ends before the range does. Raises
+    ``StoreError`` as ``require_at_most``.
     """
     views = [_view(content) for content in contents]
     for (start, stop), view in zip(spans, views, strict=True):
+        require_at_most(name, stop - start, view.nbytes)
         if view.nbytes != stop - start:
             raise ValueError(
                 f"{name}: expected {stop - start} bytes at [{start}, {stop}), got {view.nbytes}: the object is shorter"

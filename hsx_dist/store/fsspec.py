@@ -27,6 +27,7 @@ from hsx_dist.store.base import (
     coalesce,
     cut,
     not_conditional,
+    require_at_most,
 )
 from hsx_dist.store.encoded import without_decoding
 from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
@@ -105,9 +106,9 @@ class FsspecStore:
         path = self._path(name)
         if most is not None:
             limit = self._limit(min(most, _LARGEST_OBJECT))
-            return bytes(self._call(
-                "get", name, lambda: self._fs.cat_file(path, start=0, end=most, **limit), past_end=b""
-            ))  # fmt: skip
+            found = self._call("get", name, lambda: self._fs.cat_file(path, start=0, end=most, **limit), past_end=b"")
+            require_at_most(f"{self.url}/{name}", most, len(found))
+            return bytes(found)
         # Without this, s3fs first requests the size to split the download.
         whole = {"max_concurrency": 1} if self._s3 else {}
         longest = self._limit(patience=10 * self._patience)  # the size is unknown
@@ -125,10 +126,10 @@ class FsspecStore:
                 self._call("get", name, lambda: self._fs.cat_file(path, start=start, end=stop, **limit), past_end=b"")
             ]
         elif spans:
-            found = self._call("get", name, lambda: self._fs.cat_ranges(
+            answers = self._call("get", name, lambda: self._fs.cat_ranges(
                 [path] * len(spans), [s for s, _ in spans], [s for _, s in spans], on_error="return", **limit
             ))  # fmt: skip
-            for answer in found:
+            for answer in answers:
                 # An element may be an exception instead of bytes.
                 contents.append(self._call("get", name, partial(_content, answer), past_end=b""))
         return cut(f"{self.url}/{name}", ranges, spans, contents)
@@ -141,6 +142,10 @@ class FsspecStore:
         info = self._call("head", name, lambda: self._fs.info(path, **self._limit()))
         if info["type"] != "file":
             raise NotFound(f"head {self.url}/{name}: there is no such object")
+        if info["size"] is None:
+            raise StoreError(
+                f"head {self.url}/{name}: expected the object's size, got none. Use a server that states it"
+            )
         return ObjectInfo(name, int(info["size"]))
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
@@ -318,7 +323,8 @@ class FsspecStore:
         names = [(str(path)[skip:], info) for path, info in found.items() if str(path).startswith(f"{self._root}/")]
         for name, info in sorted(names, key=lambda item: item[0]):
             if info["type"] == "file" and not name.endswith("/"):
-                yield ObjectInfo(name, int(info["size"]))
+                # A page of links, which is fsspec's listing over HTTP, has no sizes.
+                yield self.head(name) if info["size"] is None else ObjectInfo(name, int(info["size"]))
 
     def _walk(self, prefix: str, start: str) -> Iterator[Mapping[str, Any]]:
         """Yield every file below the folder ``start``.
