@@ -51,7 +51,7 @@ _KEY = re.compile(
     re.IGNORECASE,
 )
 _PRIVATE_KEY = re.compile(
-    rf"(BEGIN [A-Z ]{{0,20}}PRIVATE KEY)(?! {_HIDDEN}).*?(END [A-Z ]{{0,20}}PRIVATE KEY|\Z)", re.DOTALL
+    rf"(BEGIN [A-Z0-9 ]{{0,20}}PRIVATE KEY)(?! {_HIDDEN}).*?(END [A-Z0-9 ]{{0,20}}PRIVATE KEY|\Z)", re.DOTALL
 )
 #: Words that are left out on both sides of a cut. So the text has room if a half of ``HIDDEN`` is replaced again.
 _WORDS_AT_CUT = 10

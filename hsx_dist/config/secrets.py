@@ -17,7 +17,7 @@ _ENV_REFERENCE = re.compile(r"\$\{env:[^{}]*\}")
 #: A credential in a text, by the words before it or its prefix. Prose has no long word with a digit after ``bearer``.
 _SECRET_TEXT = re.compile(
     r"(?i:\b(bearer|basic)\s+(?=\S*\d)\S{16}|\b\w{0,20}(accountkey|accesskey|accesssignature)=[^;\s]"
-    r'|"private_key"|BEGIN [A-Z ]{0,20}PRIVATE KEY)'
+    r'|"private_key"|BEGIN [A-Z0-9 ]{0,20}PRIVATE KEY)'
     rf"|({BEFORE_TOKEN})[^\s'\"]|{KNOWN_TOKEN}"
 )
 #: A text that ``compared_form`` or an earlier version stored in place of a credential.

@@ -92,6 +92,13 @@ HUB = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZabcdefgh"
         (f"SharedAccessKey={SECRET};y", "SharedAccessKey=(not shown);y"),
         (f"Password={SECRET};y", "Password=(not shown);y"),
         (f"-----BEGIN PRIVATE KEY-----\n{SECRET}\n", "-----BEGIN PRIVATE KEY (not shown)"),
+        *(
+            (
+                f"{line} BEGIN {kind} {line}\n{SECRET}\n{line} END {kind} {line}",
+                f"{line} BEGIN {kind} (not shown) {line}",
+            )
+            for line, kind in (("----", "SSH2 ENCRYPTED PRIVATE KEY"), ("-----", "X25519 PRIVATE KEY"))
+        ),
     ],
 )
 def test_credentials_are_hidden(text: str, shown: str) -> None:

@@ -353,6 +353,13 @@ def test_a_url_that_libraries_read_in_different_ways_is_refused(url: str) -> Non
             open_store("s3://b/x", options)
 
 
+@pytest.mark.parametrize("kind", ["PRIVATE KEY", "SSH2 ENCRYPTED PRIVATE KEY", "X25519 PRIVATE KEY"])
+def test_the_text_of_a_private_key_is_a_credential(kind: str) -> None:
+    settings = {"a": f"---- BEGIN {kind} ----\n{SECRET}"}
+    assert list(secret_paths(settings)) == [("a",)]
+    assert SECRET not in json.dumps([hide_secrets(settings), compared_form(settings)])
+
+
 @pytest.mark.parametrize(
     "url",
     ["s3://b/my runs/x", "zip://a b.jsonl::s3://b/x.zip", "memory://a b/c", "/data/a\tb ", "file:///a b/c\\d", "a b"],
