@@ -15,25 +15,36 @@ _REFUSED = (
     "{}: expected a URL without credentials, got one with a part that may be one. Give credentials by the environment, "
     "a profile or storage_options"
 )
+_NO_HOST = frozenset({"file", "local", "memory", "zip", "tar", "jar", "libarchive", "reference", "dir", "data"})
+_BUCKETS = frozenset({"s3", "s3a", "s3n", "gs", "gcs", "oss", "obs", "cos", "tos", "r2", "b2"})
+_NAME_AND_HOST = frozenset(
+    {"abfs", "abfss", "az", "adl", "wasb", "wasbs", "oci", "hf", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "root"}
+)
+_WITH_HOST = "|".join(sorted(_BUCKETS | _NAME_AND_HOST | {"http", "https"}))
+#: A known scheme with other characters than ``://`` behind it. Some programs take it for a URL; others for a folder.
+_NEAR = (
+    rf"(?:{_WITH_HOST})(?://|:(?!:|//)[/\\]+|::?(?=[^\s/:@]*(?::[^\s/:@]*)?@))|(?:{'|'.join(sorted(_NO_HOST))}):/(?!/)"
+)
+_NEAR_LINK = re.compile(rf"(^|::)(?:(https?):[/\\]*|(?={_NEAR})([a-z0-9]+)[:/\\]+)", re.IGNORECASE)
 #: A word that may be a scheme, and ``://``, which makes it one. Matches other words too, to search none of them twice.
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://)?")
+#: ``://`` behind another character has an empty scheme.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*+(://)?|(://)")
 #: ``scheme://``, chained or not, also with what libraries drop between its characters.
 _BEGINS = re.compile(
-    r"[\0-\x20]*(?:[a-z0-9+.-]+::)*(?:[a-z][a-z0-9+.-]*:[\0-\x1f\x7f-\x9f]*/[\0-\x1f\x7f-\x9f]*/|https?:[\0-\x1f]*[/\\])",
+    r"[\0-\x20]*(?:[a-z0-9+.-]++::)*"
+    r"(?:[a-z][a-z0-9+.-]*+[\0-\x1f\x7f-\x9f]*:[\0-\x1f\x7f-\x9f]*/[\0-\x1f\x7f-\x9f]*/|https?:[\0-\x1f]*[/\\]"
+    rf"|{_NEAR})",
     re.IGNORECASE,
 )
+#: What a URL is: a chain of schemes, of which one has ``://``.
+_CHAIN = re.compile(r"(?:[a-z][a-z0-9+.-]*+::)*+[a-z][a-z0-9+.-]*+://", re.IGNORECASE)
 _BEFORE_AT = re.compile(r"(?<=://)[^/]*@")
 _PORT_AND_SLASH = re.compile(r"://[^/\s]*:[0-9]*/")
 _ENDPOINT = re.compile(
     r"https?://([^/?#\s]*@)?([^/?#@:\s]+|\[[0-9A-Fa-f:.%]+\])(:(?P<port>[0-9]{1,5}))?(/[^?#]*)?", re.IGNORECASE
 )
 _PARAMETER = re.compile(r"[?&;#]([^=&;#?\s]+)=")
-_NO_HOST = frozenset({"file", "local", "memory", "zip", "tar", "jar", "libarchive", "reference", "dir", "data"})
 _ODD_AUTHORITY = re.compile(rf"(?!({'|'.join(sorted(_NO_HOST))})://)[^:]*://[^/]*[ \\\uff20\ufe6b]", re.IGNORECASE)
-_BUCKETS = frozenset({"s3", "s3a", "s3n", "gs", "gcs", "oss", "obs", "cos", "tos", "r2", "b2"})
-_NAME_AND_HOST = frozenset(
-    {"abfs", "abfss", "az", "adl", "wasb", "wasbs", "oci", "hf", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "root"}
-)
 _BUCKET = re.compile(r"[^:@]*|arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d{12}:(accesspoint(:[a-z0-9.-]+)?|outpost)")
 #: ``github://ORG:REPOSITORY@REF``, as fsspec spells it. GitHub's tokens have known prefixes.
 _REPOSITORY = re.compile(r"(?!.*(gh[a-z]_|github_pat_))[\w.-]+:[\w.-]+@[\w.-]+")
@@ -66,13 +77,31 @@ def check_url(url: str) -> None:
     urllib drops tabs and line breaks, and obstore's parser more; obstore takes a backslash for a slash, and any number
     of slashes behind ``http:``; fsspec changes nothing. So a URL has no control characters, no whitespace but single
     spaces within its path, and neither a backslash nor a wide ``@`` before it.
+
+    A text with ``://`` begins with a chain of schemes, and has no ``://`` without one. A text that begins with a known
+    scheme and nearly ``://``, such as ``s3:/``, is a mistyped URL. As a folder's name it would show its credentials.
     """
-    odd = "://" in url and (not url.isprintable() or url != url.strip(" "))
+    odd = "://" in url and (
+        not url.isprintable()
+        or url != url.strip(" ")
+        or _CHAIN.match(url) is None
+        or any(link.startswith(":") for link in links_of(url))
+    )
     if odd or _as_read(url) != url or (_starts(url)[:1] == [0] and any(map(_ODD_AUTHORITY.match, links_of(url)))):
         raise ConfigError(
-            f"{public_url(url)}: expected scheme://place/path without control characters, without whitespace outside "
-            "its path, and without a backslash before it, got another form. Write the URL in this form"
+            f"{_harmless(url)}: expected scheme://place/path without control characters, without whitespace outside "
+            "its path, and without a backslash before it, got another form. Write the URL in this form, or ./NAME for "
+            "a folder of this name"
         )
+
+
+def _harmless(url: str) -> str:
+    """Return a URL of a wrong form without parameters, and without the text from its first scheme to its last ``@``."""
+    shown = "".join(filter(str.isprintable, public_url(url)))
+    _, at, rest = shown.rpartition("@")
+    scheme = _SCHEME.match(shown)
+    begins = scheme[0].removesuffix("://") + "://" if at and scheme else ""
+    return begins + re.split("[?;&#]", rest, maxsplit=1)[0]
 
 
 def check_endpoint(endpoint: str, source: str) -> None:
@@ -150,7 +179,7 @@ def _as_read(text: str) -> str:
     if _BEGINS.match(text) is None:
         return text
     text = "".join(c for c in text if c.isprintable()).lstrip(" ")
-    text = re.sub(r"(^|::)(https?):[/\\]*", r"\1\2://", text, flags=re.IGNORECASE)
+    text = _NEAR_LINK.sub(lambda found: f"{found[1]}{found[2] or found[3]}://", text)
     # In prose that begins as a URL, only the text before an ``@`` is changed.
     return _BEFORE_AT.sub(lambda found: _quoted(found[0]), text)
 
@@ -161,7 +190,7 @@ def _quoted(before_at: str) -> str:
 
 def _starts(text: str) -> list[int]:
     """Where each ``scheme://`` begins."""
-    return [found.start() for found in _SCHEME.finditer(text) if found[1]]
+    return [found.start() for found in _SCHEME.finditer(text) if found[1] or found[2]]
 
 
 def links_of(text: str) -> list[str]:

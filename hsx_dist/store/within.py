@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from hsx_dist.config.urls import public_url
+from hsx_dist.config.urls import check_no_credentials, public_url
 from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.store.base import ObjectInfo, Store
 from hsx_dist.store.folder_listing import UNFINISHED
@@ -66,6 +66,7 @@ def open_within(prefix: str, place: object, storage_options: Mapping[str, Any] |
         ConfigError: ``place`` is no text or not under ``prefix``; it has a component, a chain (``a::b``) or credentials
             that could lead out of ``prefix``; or an error of ``open_store``.
     """
+    check_no_credentials(prefix)
     if not isinstance(place, str):
         raise ConfigError(f"{public_url(prefix)}: expected a path or URL under it, got a {type(place).__name__}")
     base, named = _local(prefix), _local(place)

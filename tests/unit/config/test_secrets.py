@@ -20,7 +20,9 @@ from hsx_dist.config.urls import (
 )
 from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.errors import ConfigError
+from hsx_dist.reading import open_run
 from hsx_dist.store import open_store
+from hsx_dist.store.within import open_within
 from tests.unit.growth import check_linear
 
 SECRET = "hunter2-not-to-be-seen"
@@ -353,11 +355,63 @@ def test_a_url_that_libraries_read_in_different_ways_is_refused(url: str) -> Non
             open_store("s3://b/x", options)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(f"{start}{SECRET}@b/x" for start in ("s3:/", "s3//", "hf//k:", "s3::k:", "s3:k:", "zip://a::gs:/k:")),
+        *(f"{scheme}k:{SECRET}@b/x" for scheme in ("s3:/", "gs:/", "FTP:/", "az:\\", "s3//", "https//", "s3:/\t")),
+        *(f"{odd}://k:{SECRET}@b/x" for odd in ("s3:", "https:", "s3 ", "", "./s3 ", "s3::", "zip://a::", "s3\u200b")),
+        *(f"{odd}://k:{SECRET}@b/x" for odd in ("s3\t", "s\n3", "zip://a::s3\t")),
+        f"s3:/k:{SECRET}",
+        f"s3 ://k:{SECRET}",
+    ],
+)
+def test_a_mistyped_url_is_refused_and_shown_without_credentials(url: str) -> None:
+    assert has_credentials(url)
+    assert SECRET not in public_url(url)
+    entries: list[Callable[[str], object]] = [
+        open_store,
+        open_run,
+        check_place_of_credentials,
+        lambda url: open_within(url, f"{url}/x"),
+        lambda url: read_connector_config({"shared_storage_path": url}),
+        *(
+            lambda url, n=name: load_config(None, **{"output": "o", "model": "m", n: url})
+            for name in ("output", "model")
+        ),
+        lambda url: load_config(None, output="o", model="m", input={"path": url}),
+    ]
+    for entry in entries:
+        with pytest.raises(ConfigError) as e:
+            entry(url)
+        assert SECRET not in str(e.value)
+        assert str(e.value).isprintable()
+
+
+@pytest.mark.parametrize("url", ["s3:/b/x", "gs//b/x", "file:/x", "memory:/x", "s3:://b/x", "a/b://x", "s3\t://b?n=1"])
+def test_a_mistyped_url_without_credentials_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected scheme://place/path .* or \./NAME for a folder"):
+        open_store(url)
+
+
+@pytest.mark.parametrize("url", [f"s3\t://b/x;si\tg={SECRET}", f"s3\t://b/{SECRET}/x@y?n=1", f"file:/{SECRET}@b"])
+def test_the_error_for_a_wrong_form_shows_no_parameter_and_nothing_before_an_at(url: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        check_url(url)
+    assert SECRET not in str(e.value)
+
+
 @pytest.mark.parametrize("kind", ["PRIVATE KEY", "SSH2 ENCRYPTED PRIVATE KEY", "X25519 PRIVATE KEY"])
 def test_the_text_of_a_private_key_is_a_credential(kind: str) -> None:
     settings = {"a": f"---- BEGIN {kind} ----\n{SECRET}"}
     assert list(secret_paths(settings)) == [("a",)]
     assert SECRET not in json.dumps([hide_secrets(settings), compared_form(settings)])
+
+
+@pytest.mark.parametrize("path", ["./s3:/x", "/a/s3:/x", "data//x", "data:x", "a/s3//x", "zip:x", "a:b@c"])
+def test_a_folder_that_is_no_mistyped_url_is_taken(path: str) -> None:
+    check_url(path)
+    assert public_url(path) == path
 
 
 @pytest.mark.parametrize(
@@ -374,8 +428,9 @@ def test_spaces_in_paths_stay(url: str) -> None:
 def test_other_urls_are_taken_and_shown(url: str) -> None:
     assert not has_credentials(url)
     assert public_url(url) == WITHOUT[url]
-    config = load_config(None, [f"input.path={url}"] if ": " not in url else [], output=url, model=url)
-    assert (config.output, config.model) == (url, url)
+    if ": " not in url:  # prose
+        config = load_config(None, [f"input.path={url}"], output=url, model=url)
+        assert (config.output, config.model) == (url, url)
     assert list(url_secrets(url)) == []
 
 
@@ -473,7 +528,7 @@ REPEATED = [
         "\u0315\u0300",
     ),
     *("bearer ", "bearer x", "BEGIN ", "sk-", "-sk-aaaaaaaaaaaaaaaaaaa", "eyJ.a", "authorization:", "bearer hf_"),
-    *("://", "a://", "://a:/", "${env:", "://${env:", "${env:A}"),
+    *("://", "::s3:", "::s3::a", "a://", "://a:/", "${env:", "://${env:", "${env:A}"),
 ]
 
 
@@ -502,7 +557,7 @@ def test_time_grows_with_the_length_of_a_text_and_not_its_square(call: Callable[
 
         return run
 
-    for first in ("s3://", "http://h:/"):
+    for first in ("s3://", "http://h:/", "s3:/"):
         for repeated in REPEATED:
             check_linear(partial(make, first, repeated), 1 << 13, (first, repeated))
 
