@@ -54,8 +54,8 @@ from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness import runs as testing_runs
 from tests.harness.runs import RunWriter, unsealed
-from tests.soak.claim_kinds import KINDS, sealed
-from tests.soak.claims import run_limited
+from tests.soak.claim_kinds import sealed
+from tests.soak.claims import KINDS, run_limited
 
 #: Objects of version 1, whose names are known in advance.
 store_run = partial(testing_runs.store_run, version=1)
