@@ -20,19 +20,21 @@ from tests.soak.claim_kinds import Read, run_at, sealed
 from tests.soak.mutations import spots
 
 #: Units of texts that readers escape, search for credentials, split or draw.
-UNITS = ["\x7f", "\x1b[2J", "\u202e", "\n", "a", "ā", "\U0001f642", "<&", "'\"", "\\", "[bold]", "$x$", "%d", "{x}"]
+ESCAPED = ["\x7f", "\x1b", "\u202e", "\n"]
+UNITS = [*ESCAPED, "a", "ā", "\U0001f642", "<&", "'\"", "\\", "[bold]", "$x$", "%d", "{x}"]
 UNITS += ["http://u:p@h/ ", "://", "password='", "&token=", "Bearer ", "-----BEGIN PRIVATE KEY-----", "../", "0"]
-#: Bytes of a text.
-LONGEST = 4 << 20
+#: Bytes of a text in a part, and in a small object, which readers refuse above 4 MiB.
+LONGEST, LONGEST_OF_SMALL = 5 << 20, 3_900_000
 
 
 def texts(rng: random.Random, folder: Path) -> list[Read]:
     """A run in which one member, or one member's name, is long."""
     run = folder / "run"
     run_at(run, complete=False)
-    unit = rng.choice(UNITS)
-    text = unit * ((1 << rng.randrange(10, LONGEST.bit_length())) // len(unit.encode()))
     name = rng.choice(["run.json", "attempts/0001.json", "attempts/0001.heartbeat.json", "receipt", "part", "part"])
+    unit = rng.choice(rng.choice([ESCAPED, UNITS]))
+    most = LONGEST if name == "part" else LONGEST_OF_SMALL
+    text = unit * (rng.choice([most, 1 << rng.randrange(10, 22)]) // len(unit.encode()))
     if name == "part":
         _replace_in_part(run, text, rng)
     elif name == "receipt":
