@@ -56,10 +56,10 @@ def commands(folder: Path) -> list[Read]:
     ]
     without_json = {"top", "rm", "cat", "report", "stats", "export"}
     lines += [[*line, "--json"] for line in lines if line[0] not in without_json]
-    return [partial(_command, [line[0], run, *line[1:]]) for line in lines]
+    return [partial(run_command, [line[0], run, *line[1:]]) for line in lines]
 
 
-def _command(args: list[str]) -> None:
+def run_command(args: list[str]) -> None:
     said = io.StringIO()
     at_once = patch.dict(run_status.__kwdefaults__, observe_seconds=0.0)  # no driver's heartbeat changes
     with at_once, contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):

@@ -32,9 +32,10 @@ from hsx_dist.errors import HsxError
 from tests.soak import claim_kinds
 from tests.soak.claim_kinds import Read
 from tests.soak.claim_texts import texts
+from tests.soak.claim_zeros import zeros
 from tests.soak.mutations import LONGEST_MESSAGE
 
-KINDS = {**claim_kinds.KINDS, "texts": texts}
+KINDS = {**claim_kinds.KINDS, "texts": texts, "zeros": zeros}
 MEMORY = 256 << 20
 SLOWEST = 10.0
 #: Without these each thread reserves address space that it does not use.
