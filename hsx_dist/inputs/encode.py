@@ -10,7 +10,7 @@ from typing import Any
 from hsx_dist.config import ExtractConfig, public_url
 from hsx_dist.errors import ConfigError, InputError, is_error
 from hsx_dist.inputs.loss_mask import mask_of_spans, spans_of_roles
-from hsx_dist.inputs.rendered import require_rendered, require_texts
+from hsx_dist.inputs.rendered import Text, require_rendered, require_texts
 from hsx_dist.inputs.row_values import shown
 from hsx_dist.inputs.rows import Row
 
@@ -204,13 +204,13 @@ class RowEncoder:
         options = self._chat_options(row)
         try:
             # A template is a program of the model's author, and may raise any error.
-            require_rendered(messages, options.get("tools"), partial(self._rendered, options))
+            order = require_rendered(messages, options.get("tools"), partial(self._rendered, options))
             if not getattr(self.tokenizer, "is_fast", False):
-                self._require_texts_if_rendered(messages, options)
+                self._require_texts_if_rendered(messages, options, order)
                 ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
                 return _ints(ids), None
             whole = self._rendered(options, messages, None)
-            require_texts(messages, whole)
+            require_texts(messages, whole, order)
             if self.rules.loss_roles and row.loss_mask is None:
                 return self._chat_with_mask(whole, messages, options)
             return _ints(self._tokenised(whole, **_AS_RENDERED)["input_ids"]), None
@@ -224,7 +224,9 @@ class RowEncoder:
                 "chat_template_kwargs"
             ) from e
 
-    def _require_texts_if_rendered(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
+    def _require_texts_if_rendered(
+        self, messages: list[dict[str, Any]], options: Mapping[str, Any], order: list[Text] | None
+    ) -> None:
         # Mistral's own tokenizer has no template: its text is that of tokens, with other characters for blanks.
         if not (options.get("chat_template") or getattr(self.tokenizer, "chat_template", None)):
             return
@@ -232,7 +234,7 @@ class RowEncoder:
             whole = self._rendered(options, messages, None)
         except Exception:  # noqa: BLE001 - only the rendering as tokens decides whether the row is refused
             return
-        require_texts(messages, whole)
+        require_texts(messages, whole, order)
 
     def _rendered(self, options: Mapping[str, Any], messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
         changed = options if tools is None else {**options, "tools": tools}

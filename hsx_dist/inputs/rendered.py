@@ -28,6 +28,8 @@ _WITHOUT_SPACE = dict.fromkeys(i for i in range(0x3001) if chr(i).isspace())
 _SYSTEM = ("system", "developer")
 
 RenderWithTools = Callable[[list[dict[str, Any]], list[Any] | None], str]
+#: A message's number and one of its texts.
+Text = tuple[int, str]
 
 
 def texts_of(content: Any) -> list[str]:
@@ -36,8 +38,13 @@ def texts_of(content: Any) -> list[str]:
     return [text for text in map(_text_of, parts) if text]
 
 
-def require_rendered(messages: list[dict[str, Any]], tools: list[Any] | None, render: RenderWithTools) -> None:
+def require_rendered(
+    messages: list[dict[str, Any]], tools: list[Any] | None, render: RenderWithTools
+) -> list[Text] | None:
     """Check that a template renders every text and tool call of ``messages``, and every tool.
+
+    Returns the texts of messages without ``tool_calls`` in the prompt's order, for ``require_texts``. None: the
+    template renders no marks, so the order is unknown.
 
     Templates for text alone print a list of parts as ``[{'type': 'text', …``, and a null as ``None``. Others leave out
     parts, tools, or roles that they do not know. Texts and functions' names are replaced by marks, and the marks are
@@ -65,59 +72,89 @@ def require_rendered(messages: list[dict[str, Any]], tools: list[Any] | None, re
     try:
         text = render(marked, marked_tools)
     except Exception:  # noqa: BLE001 - the template needs the texts themselves: what it leaves out is unknown
-        return
+        return None
     if _AS_CODE.search(text):
         raise InputError(
             "expected the content of messages as text, which is all that the chat template renders, got parts. "
             "Join the texts of the parts"
         )
-    found = set(_FOUND.findall(text))
+    found = dict.fromkeys(_FOUND.findall(text)).keys()  # in order, each at its first place
     for i, message in enumerate(messages):
         what = f"message {i} (role {shown(message['role'])}, content: {kind_of(message.get('content'))})"
-        if not message.get("tool_calls") and texts_of(message.get("content")) and not found.issuperset(marks[i]):
+        if not message.get("tool_calls") and texts_of(message.get("content")) and not found >= set(marks[i]):
             raise InputError(
                 f"expected a chat template that renders every message, got a template that leaves out text of {what}. "
                 "Remove the message, correct its role, or join the texts of its parts"
             )
-        if not found.issuperset(calls[i][1]):
+        if not found >= set(calls[i][1]):
             raise InputError(
                 f"expected a chat template that renders tool calls, got a template that leaves out a call of {what}. "
                 "Use a chat template with tools, or write the call as text"
             )
-    if not found.issuperset(tool_names):
+    if not found >= set(tool_names):
         raise InputError(
             "expected a chat template that renders tools, got a template that leaves them out. Use a chat template "
             "with tools, or remove the tools"
         )
+    # A list of blank parts has a mark and no text.
+    texts = dict(
+        item
+        for own, text in zip(marks, _texts_by_message(messages), strict=True)
+        for item in zip(own, text, strict=False)
+    )
+    return [texts[mark] for mark in found if mark in texts]
 
 
-def require_texts(messages: list[dict[str, Any]], prompt: str) -> None:
+def require_texts(messages: list[dict[str, Any]], prompt: str, order: list[Text] | None) -> None:
     """Check that the rendered ``prompt`` has the texts of ``messages`` unchanged, apart from white space.
 
     A mark in place of a text is not changed: EXAONE Deep's template cuts texts at ``</thought>``, and SmolLM3's removes
     ``/think`` from words. A template may leave out thoughts at the beginning of a text, switches that stand alone, and
     the text of a message with ``tool_calls``. It may write a text as JSON.
 
+    Each text must be after the one before it in ``order``. Otherwise a message that repeats a cut text would hide it.
+
+    Args:
+        order: the result of ``require_rendered``. None: the order of the messages, or the same with the system's first.
+
     Raises:
         InputError: a text is missing.
     """
     prompt = prompt.translate(_WITHOUT_SPACE)
-    ends = dict.fromkeys((True, False), 0)
-    for i, message in enumerate(messages):
-        texts = [] if message.get("tool_calls") else texts_of(message.get("content"))
-        system = message["role"] in _SYSTEM
-        for piece in filter(None, (piece.strip() for text in texts for piece in _SWITCH.split(_THOUGHT.sub("", text)))):
-            forms = _forms_of(piece)
-            end = _end_of(forms, prompt, ends[system])
+    if order is not None:
+        orders = [order]
+    else:
+        in_order = [item for texts in _texts_by_message(messages) for item in texts]
+        orders = [in_order, sorted(in_order, key=lambda item: messages[item[0]]["role"] not in _SYSTEM)]
+    for texts in orders:
+        missing = _first_missing(texts, prompt)
+        if missing < 0:
+            return
+    raise InputError(
+        "expected a chat template that renders texts as they are, got a template that changes or leaves out text of "
+        f"message {missing} (role {shown(messages[missing]['role'])}), or of a message before it in the prompt. Write "
+        "thoughts at the beginning of the content or as reasoning, remove the model's control words, or use another "
+        "chat template"
+    )
+
+
+def _texts_by_message(messages: list[dict[str, Any]]) -> list[list[Text]]:
+    """Return the texts of each message that a template must render: none for a message with calls."""
+    return [
+        [] if message.get("tool_calls") else [(i, text) for text in texts_of(message.get("content"))]
+        for i, message in enumerate(messages)
+    ]
+
+
+def _first_missing(texts: list[Text], prompt: str) -> int:
+    """Return the message whose text is not in ``prompt`` after the texts before it, or -1."""
+    end = 0
+    for i, text in texts:
+        for piece in filter(None, map(str.strip, _SWITCH.split(_THOUGHT.sub("", text)))):
+            end = _end_of(_forms_of(piece), prompt, end)
             if end < 0:
-                end = _end_of(forms, prompt, 0)
-            if end < 0:
-                raise InputError(
-                    f"expected a chat template that renders texts as they are, got a template that changes or leaves "
-                    f"out text of message {i} (role {shown(message['role'])}). Write thoughts at the beginning of the "
-                    "content or as reasoning, remove the model's control words, or use another chat template"
-                )
-            ends[system] = end
+                return i
+    return -1
 
 
 def _forms_of(piece: str) -> list[str]:
@@ -127,14 +164,15 @@ def _forms_of(piece: str) -> list[str]:
 
 
 def _end_of(forms: list[str], prompt: str, start: int) -> int:
-    """Return the end of the first of ``forms`` from ``start``, or -1. The time grows with the distance of that end."""
+    """Return the first end of any of ``forms`` from ``start``, or -1. The time grows with the distance of that end."""
     distance = 2 * max(map(len, forms)) + 256
     while True:
+        stop, found = start + distance, -1
         for form in forms:
-            if (at := prompt.find(form, start, start + distance)) >= 0:
-                return at + len(form)
-        if start + distance >= len(prompt):
-            return -1
+            if (at := prompt.find(form, start, stop)) >= 0:
+                found = stop = at + len(form)
+        if found >= 0 or stop >= len(prompt):
+            return found
         distance *= 2
 
 

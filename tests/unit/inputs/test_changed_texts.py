@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -35,9 +36,13 @@ def tokenizer() -> Any:
 
 
 def encode(tokenizer: Any, rule: str, role: str, content: Any) -> None:
-    (row,) = rows_from([{"messages": [*CHAT, {"role": role, "content": content}, *CHAT]}], InputConfig())
+    encode_chat(tokenizer, SIMPLE.replace("RULE", rule), [*CHAT, {"role": role, "content": content}, *CHAT])
+
+
+def encode_chat(tokenizer: Any, template: str, messages: list[dict[str, Any]]) -> None:
+    (row,) = rows_from([{"messages": messages}], InputConfig())
     assert isinstance(row, Row)
-    RowEncoder(tokenizer, 1000, {"chat_template": SIMPLE.replace("RULE", rule)}).encode(row)
+    RowEncoder(tokenizer, 1000, {"chat_template": template}).encode(row)
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -87,6 +92,78 @@ def test_white_space_thoughts_switches_and_json_are_accepted(tokenizer: Any, rul
     encode(tokenizer, rule, role, text)
 
 
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+CUT = "First I add.</think> It is 4."
+ANSWER, QUOTE = ("assistant", CUT), ("user", f"You said: {CUT} Why?")
+R1 = DEEPSEEK.replace("{% if ", "{% if m.role == 'assistant' and ")
+NOT_LAST = DEEPSEEK.replace("{% if ", "{% if not loop.last and ")
+RESULT = ("tool", "a long result of a tool")
+PATH = ("system", "Read /think/data first.")
+SHORT = "{% if loop.index0 == INDEX %}{% set c = c[:20] %}{% endif %}"
+#: Writes the system's texts first. Fails at a mark, if the rule says so.
+HOISTS = (
+    "{% for m in messages if m.role == 'system' %}{% set c = m.content %}RULE{{ c }}\n{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}{% set c = m.content %}RULE{{ m.role }}\n{{ c }}\n{% endfor %}"
+)
+JOINS = "{% if c is not string %}{% set c = c | map(attribute='text') | join(' + ') %}{% endif %}"
+NO_MARKS = "{% if c.startswith('hsx') %}{{ raise_exception('a mark') }}{% endif %}"
+
+
+@pytest.mark.parametrize("mark", ["", NO_MARKS])
+@pytest.mark.parametrize(
+    ("rule", "chat"),
+    [
+        (R1, [QUOTE, ANSWER, ("user", "thanks")]),
+        (R1, [("user", "what?"), ANSWER, QUOTE]),
+        (R1, [("user", parts(CUT, "Repeat it.")), ANSWER, QUOTE]),
+        (NOT_LAST, [("user", "q"), ANSWER, ("user", "again"), ANSWER]),
+        (SMOLLM3, [PATH, ("user", f"Why must you '{PATH[1]}'?")]),
+        (SHORT.replace("INDEX", "0"), [RESULT, RESULT]),
+        (SHORT.replace("INDEX", "1"), [RESULT, RESULT]),
+        (SHORT.replace("INDEX", "1"), [RESULT] * 5),
+    ],
+)
+def test_a_message_that_repeats_a_cut_text_does_not_hide_it(
+    tokenizer: Any, mark: str, rule: str, chat: list[tuple[str, Any]]
+) -> None:
+    messages = [{"role": role, "content": content} for role, content in chat]
+    with pytest.raises(InputError, match="changes or leaves out text of message"):
+        encode_chat(tokenizer, SIMPLE.replace("RULE", JOINS + mark + rule), messages)
+
+
+@pytest.mark.parametrize("rule", ["", NO_MARKS])
+@pytest.mark.parametrize("template", [SIMPLE, HOISTS])
+def test_equal_texts_and_later_system_texts_are_accepted(tokenizer: Any, template: str, rule: str) -> None:
+    roles = ("user", "system", "assistant", "user", "system")
+    messages = [{"role": role, "content": content} for role in roles for content in (CUT, parts(CUT, "4."), "4.")]
+    encode_chat(tokenizer, template.replace("RULE", JOINS + rule), messages)
+
+
+def test_a_text_that_a_template_writes_twice_is_accepted(tokenizer: Any) -> None:
+    repeats = "{% if m.role == 'user' %}{% set c = messages[0].content ~ c %}{% endif %}"
+    chat = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user", "assistant")]
+    encode_chat(tokenizer, SIMPLE.replace("RULE", repeats), chat)
+
+
+def test_the_first_form_of_a_text_is_taken(tokenizer: Any) -> None:
+    """The second text has the first one without JSON's escapes."""
+    chat = [
+        {"role": "tool", "content": 'a "b"'},
+        {"role": "user", "content": "c"},
+        {"role": "user", "content": 'a "b"'},
+    ]
+    encode_chat(tokenizer, SIMPLE.replace("RULE", LLAMA), chat)
+
+
+def test_a_mark_in_a_row_does_not_change_the_order(tokenizer: Any) -> None:
+    call = {"function": {"name": "f", "arguments": {"a": "hsx9text9mark"}}}
+    chat = [{"role": "assistant", "content": "", "tool_calls": [call]}, *CHAT]
+    encode_chat(tokenizer, SIMPLE.replace("RULE", "{% set c = c ~ m.tool_calls %}"), chat)
+
+
 def test_a_tokenizer_that_renders_no_text_is_not_judged(tokenizer: Any) -> None:
     """Mistral's own tokenizer has no template. Its text has other characters for blanks."""
 
@@ -108,7 +185,10 @@ def test_a_tokenizer_that_renders_no_text_is_not_judged(tokenizer: Any) -> None:
 
 
 def chats(kind: str) -> Callable[[int], Callable[[], object]]:
-    """Return texts in the order of messages, as JSON, with the system's first, or as one text with many switches."""
+    """Return texts in the order of messages, as JSON, with the system's first, or as one text with many switches.
+
+    Also texts that the template cuts, and that another message repeats.
+    """
 
     def make(n: int) -> Callable[[], object]:
         texts = [f'"{i}" é' for i in range(n)]
@@ -121,14 +201,26 @@ def chats(kind: str) -> Callable[[int], Callable[[], object]]:
         elif kind == "unclosed":
             messages = [{"role": "user", "content": " " * n + "<think>" * n}]
             prompt = "<think>" * n
+        elif kind == "repeated":
+            texts = ["a", *texts, "a" * n]
+            messages = [{"role": "user", "content": text} for text in texts]
+            prompt = "".join(texts[1:])
         else:
             prompt = "".join(t.replace('"', '\\"') if kind == "json" else t for t in texts)
-        return lambda: require_texts(messages, prompt)
+
+        def check() -> None:
+            known = [(i, message["content"]) for i, message in enumerate(messages)]
+            for order in (None, known):
+                refuses = kind == "repeated" or (kind == "system first" and order is not None)
+                with pytest.raises(InputError) if refuses else nullcontext():
+                    require_texts(messages, prompt, order)
+
+        return check
 
     return make
 
 
-@pytest.mark.parametrize("kind", ["in order", "json", "system first", "switches", "unclosed"])
+@pytest.mark.parametrize("kind", ["in order", "json", "system first", "switches", "unclosed", "repeated"])
 def test_the_time_is_linear(kind: str) -> None:
     check_linear(chats(kind), 10_000, kind)
 
