@@ -20,6 +20,8 @@ from hsx_dist.inputs.row_values import shown
 Render = Callable[[list[dict[str, Any]], bool], str]
 #: Replaces a message's text to find where the text begins. A character that no chat has and no template changes.
 _MARK = "\ue0ff"
+#: Members with which files for training leave a message out: OpenAI's, axolotl's (two), ms-swift's, and a common one.
+_FLAGS = ("weight", "train", "training", "loss", "trainable")
 #: Characters of the end of a message's last line that must be found.
 _TAIL = 20
 
@@ -33,7 +35,7 @@ def spans_of_roles(
     message begins with its header. The chat's first message begins with its text, unless it is a system message: the
     template may write a default system message before it.
 
-    A message with ``weight`` or ``train`` 0 is left out.
+    A message with 0 in one of ``_FLAGS`` is left out.
 
     Raises:
         InputError: the template renders a prefix in a way that cannot be found in the whole chat. A flag is not 0 or 1.
@@ -64,8 +66,8 @@ def spans_of_roles(
 
 
 def _is_trained(message: dict[str, Any], i: int) -> bool:
-    """Whether the flags of the message, those of OpenAI's fine-tuning and of axolotl, leave it in the loss."""
-    flags = {name: message[name] for name in ("weight", "train") if name in message}
+    """Whether the flags of the message leave it in the loss."""
+    flags = {name: message[name] for name in _FLAGS if name in message}
     for name, flag in flags.items():
         if not isinstance(flag, (bool, int, float)) or flag not in (0, 1):
             raise InputError(

@@ -114,10 +114,21 @@ def test_repeated_turns_are_not_in_the_loss_of_an_answer(tokenizer: Any, options
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, GEMMA, QWEN3])
-@pytest.mark.parametrize("flags", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 1, "train": False}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"weight": 0},
+        {"weight": 0.0},
+        {"train": False},
+        {"weight": 1, "train": False},
+        {"training": False},
+        {"loss": False},
+        {"trainable": 0},
+    ],
+)
 def test_an_answer_of_weight_0_is_not_in_the_loss(tokenizer: Any, template: str, flags: dict[str, Any]) -> None:
     first, last = said(tokenizer, template, CHAT)
-    kept = {"weight": 1, "train": True}
+    kept = {"weight": 1, "train": True, "training": True, "loss": True, "trainable": 1}
     assert said(tokenizer, template, [CHAT[0], {**CHAT[1], **flags}, CHAT[2], {**CHAT[3], **kept}]) == [last]
     assert said(tokenizer, template, [CHAT[0], {**CHAT[1], **kept}, CHAT[2], {**CHAT[3], **flags}]) == [first]
     with pytest.raises(InputError, match="expected a loss mask with a 1 in it"):
@@ -125,7 +136,11 @@ def test_an_answer_of_weight_0_is_not_in_the_loss(tokenizer: Any, template: str,
 
 
 @pytest.mark.parametrize(
-    ("flag", "got"), [({"weight": 0.5}, "weight of message 1 to be 0 or 1, got '0.5'"), ({"train": ""}, "train of")]
+    ("flag", "got"),
+    [
+        ({"weight": 0.5}, "weight of message 1 to be 0 or 1, got '0.5'"),
+        *(({name: ""}, f"{name} of message 1 to be") for name in ("train", "training", "loss", "trainable")),
+    ],
 )
 def test_a_weight_that_a_mask_cannot_have_is_refused(tokenizer: Any, flag: dict[str, Any], got: str) -> None:
     chat = [{**CHAT[0], **flag}, {**CHAT[1], **flag}]
