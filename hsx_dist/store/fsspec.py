@@ -31,6 +31,7 @@ from hsx_dist.store.base import (
 )
 from hsx_dist.store.encoded import without_decoding
 from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
+from hsx_dist.store.gathered import Gathered
 from hsx_dist.store.pages import in_order, next_page, put_in_order
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ class FsspecStore:
         if self._s3 and size >= 2 * _PIECE:
             # s3fs cuts slices and sends several at once: only those are copied, never the whole object.
             self._call("put", name, lambda: self._fs.pipe_file(
-                path, _Gathered(pieces, size), chunksize=_PIECE, max_concurrency=PIECES_AT_ONCE, **self._limit(size)
+                path, Gathered(pieces, size), chunksize=_PIECE, max_concurrency=PIECES_AT_ONCE, **self._limit(size)
             ))  # fmt: skip
             return
         data = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
@@ -323,7 +324,7 @@ class FsspecStore:
         names = [(str(path)[skip:], info) for path, info in found.items() if str(path).startswith(f"{self._root}/")]
         for name, info in sorted(names, key=lambda item: item[0]):
             if info["type"] == "file" and not name.endswith("/"):
-                # A page of links, which is fsspec's listing over HTTP, has no sizes.
+                # Listings of some file systems have no sizes, such as an HTTP server's page of links.
                 yield self.head(name) if info["size"] is None else ObjectInfo(name, int(info["size"]))
 
     def _walk(self, prefix: str, start: str) -> Iterator[Mapping[str, Any]]:
@@ -352,22 +353,16 @@ class FsspecStore:
         ``above``: the parent folder; empty for the first folder.
         """
 
-        def listed(path: str) -> Sequence[Mapping[str, Any]]:
-            longest = self._limit(patience=10 * self._patience)
-            found: Sequence[Mapping[str, Any]] = self._call(
-                "list", prefix, lambda: self._fs.ls(path, detail=True, **longest)
-            )
-            return found
-
         try:
-            return listed(folder)
+            return self._listed(prefix, folder)
         except NotFound as e:
             if "there is no bucket" in str(e):
                 raise
             missing = e
         above = above or folder.rpartition("/")[0]
         try:
-            still = any(str(info["name"]).rstrip("/") == folder for info in listed(above)) if above else False
+            beside = self._listed(prefix, above) if above else ()
+            still = any(str(info["name"]).rstrip("/") == folder for info in beside)
         except NotFound:
             still = False
         if still:
@@ -375,6 +370,13 @@ class FsspecStore:
                 f"list {self.url}/{prefix}: expected to read {folder}, which its parent lists, got: {missing}"
             )
         return ()
+
+    def _listed(self, prefix: str, folder: str) -> Sequence[Mapping[str, Any]]:
+        longest = self._limit(patience=10 * self._patience)
+        found: Sequence[Mapping[str, Any]] = self._call(
+            "list", prefix, lambda: self._fs.ls(folder, detail=True, **longest)
+        )
+        return found
 
     @contextmanager
     def _translating(self, verb: str, name: str) -> Iterator[None]:
@@ -421,27 +423,6 @@ class FsspecStore:
         """Return the error as the cause that tracebacks show, or None if its text contains a credential."""
         text = "".join(f"{e!r} {e}" for e in (error, error.__cause__, error.__context__) if e is not None)
         return error if self._redact(text) == text else None
-
-
-class _Gathered:
-    """Several buffers as one sequence of bytes. Only slices are copied."""
-
-    def __init__(self, pieces: Sequence[memoryview], size: int):
-        self._pieces = pieces
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, which: slice) -> bytes:
-        start, stop, _ = which.indices(self._size)
-        parts: list[memoryview] = []
-        at = 0
-        for piece in self._pieces:
-            if at + piece.nbytes > start and at < stop:
-                parts.append(piece[max(0, start - at) : stop - at])
-            at += piece.nbytes
-        return b"".join(parts)
 
 
 def _content(answer: bytes | Exception) -> bytes:

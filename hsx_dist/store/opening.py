@@ -88,8 +88,9 @@ def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Stor
             return fast
     # Imported here: reading from a folder needs no fsspec.
     from hsx_dist.store.fsspec import FsspecStore
+    from hsx_dist.store.http_store import HttpStore
 
-    return FsspecStore(url, options)
+    return (HttpStore if scheme in ("http", "https") else FsspecStore)(url, options)
 
 
 def _open_obstore(url: str, options: Mapping[str, Any] | None, *, must: bool) -> Store | None:

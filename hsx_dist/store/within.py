@@ -20,8 +20,10 @@ from hsx_dist.store.opening import open_store
 from hsx_dist.store.retry import RetryStore
 
 _LOCAL = ("file", "local")
-#: In these stores a name is a path that the server percent-decodes.
+#: In these stores the server percent-decodes a URL's path.
 _DECODED = ("http", "https", "webdav", "webdavs")
+#: Of these, the schemes of ``HttpStore``.
+_QUOTED = ("http", "https")
 #: Linux's longest path. Object stores take shorter names.
 _MAX_PLACE = 4096
 
@@ -117,4 +119,5 @@ def _name_in_url(prefix: str, place: str) -> str | None:
         return None
     if scheme.lower() != named_scheme.lower() or len(parts) <= len(base) or parts[: len(base)] != base:
         return None
-    return "/".join(parts[len(base) :])
+    name = "/".join(parts[len(base) :])
+    return unquote(name) if scheme.lower() in _QUOTED else name  # the store quotes it again

@@ -1,21 +1,26 @@
-"""Runs behind an HTTP server: it lists without sizes, and it may ignore range requests."""
+"""Runs behind an HTTP server: it lists without sizes or not at all, encodes names, and may ignore range requests."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hsx_dist import open_run
 from hsx_dist.errors import StoreError
 from hsx_dist.format.container import Part
 from hsx_dist.store import open_store
 from hsx_dist.store.base import Store, cut
+from tests.golden.make import FOLDER
 
 
 class Whole(SimpleHTTPRequestHandler):
@@ -23,6 +28,41 @@ class Whole(SimpleHTTPRequestHandler):
 
     def log_message(self, *_args: Any) -> None:
         pass
+
+
+class WithoutFolders(Whole):
+    """A server that answers 404 for a folder."""
+
+    def list_directory(self, path: str | PathLike[str]) -> None:  # noqa: ARG002
+        self.send_error(404)
+
+
+class Welcome(Whole):
+    """A server whose page of a folder has no link into the folder."""
+
+    page = b'<html><a href="about.html">Welcome</a></html>'
+
+    def list_directory(self, path: str | PathLike[str]) -> BytesIO:  # noqa: ARG002
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(self.page)))
+        self.end_headers()
+        return BytesIO(self.page)
+
+
+class Blank(Welcome):
+    """A server whose page of a folder has no links."""
+
+    page = b"<html>Welcome</html>"
+
+
+class Sorted(Welcome):
+    """A server with Apache's links, and with other links to the same objects."""
+
+    page = (
+        b'<a href="?C=N;O=D">Name</a> <a href="/">Parent</a> <a href="../">..</a> <a href="./a%26b">a</a> '
+        b'<a href="a&amp;b">a</a> <a href="%2e%2e%2fb">b</a>'
+    )
 
 
 class WithoutSize(Whole):
@@ -82,3 +122,63 @@ def test_a_server_that_ignores_ranges_is_named_and_no_object_is_called_damaged(f
 def test_a_range_of_several_requests_that_is_too_long_is_an_error_of_the_store() -> None:
     with pytest.raises(StoreError, match="ignores range requests"):
         cut("a", [(0, 2), (8, 9)], [(0, 2), (8, 9)], [b"ab", b"abcdefghi"])
+
+
+@pytest.mark.parametrize(
+    ("handler", "got"),
+    [(WithoutFolders, "404"), (Blank, "without a link to below/part"), (Welcome, "without a link to below/part")],
+)
+def test_a_server_that_lists_no_folders_is_refused(folder: Path, handler: type[Whole], got: str) -> None:
+    with served(folder, handler) as store:
+        store.get("below/part", 100)
+        for prefix in ("", "below/", "manifest/"):
+            with pytest.raises(StoreError, match=f"expected a server that lists folders, got .*{got}.* Use a server"):
+                list(store.list(prefix))
+
+
+@pytest.mark.parametrize("handler", [WithoutFolders, Blank])
+def test_an_empty_listing_is_not_believed_before_an_object_is_read(folder: Path, handler: type[Whole]) -> None:
+    with served(folder, handler) as store, pytest.raises(StoreError, match="expected a server that lists folders"):
+        list(store.list("manifest/"))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("handler", [WithoutFolders, Blank])
+def test_a_run_on_a_server_that_lists_no_folders_does_not_open(
+    tmp_path: Path, version: int, handler: type[Whole]
+) -> None:
+    shutil.copytree(FOLDER / f"v{version}-complete", tmp_path / "run")
+    with served(tmp_path, handler) as store, pytest.raises(StoreError, match="expected a server that lists folders"):
+        open_run(store.url)
+
+
+def test_a_server_that_lists_folders_is_asked_once(folder: Path) -> None:
+    asked: list[str] = []
+
+    class Counted(Whole):
+        def list_directory(self, path: str | PathLike[str]) -> BytesIO | None:
+            asked.append(self.path)
+            return super().list_directory(path)
+
+    with served(folder, Counted) as store:
+        store.head("below/part")
+        assert [list(store.list("manifest/")) for _ in range(3)] == [[], [], []]
+        assert asked.count("/run/") == 4  # once as the proof, and once in each listing, as the parent of manifest/
+
+
+@pytest.mark.parametrize("name", ["a=b", "50%", "a%41", "a b", "a#b", "a?b", "a&b", "a+b", "é", "a'b", "a/%2F=b/c d"])
+def test_a_name_is_listed_as_it_was_written(folder: Path, name: str) -> None:
+    path = folder / "run" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"abc")
+    with served(folder, Whole) as store:
+        assert store.get(name) == b"abc"
+        assert store.head(name).size == 3
+        assert [info.name for info in store.list()] == sorted([name, "below/part"])
+        assert [info.name for info in store.list(name)] == [name]
+
+
+def test_links_that_name_no_object_are_left_out(folder: Path) -> None:
+    (folder / "run" / "a&b").write_bytes(b"abc")
+    with served(folder, Sorted) as store:
+        assert [info.name for info in store.list()] == ["a&b"]

@@ -1,0 +1,69 @@
+"""Objects behind an HTTP server. Its pages of links are the listings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import unescape
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote
+
+from hsx_dist.errors import NotFound, StoreError
+from hsx_dist.store.base import ObjectInfo, check_name
+from hsx_dist.store.fsspec import FsspecStore
+
+T = TypeVar("T")
+
+
+class HttpStore(FsspecStore):
+    """A ``Store`` over an HTTP server that lists folders, as Python's ``http.server`` and nginx's ``autoindex`` do.
+
+    Many servers list no folders: they answer 404, or a page without the links. So the first listing looks for an
+    object that was read before in the page of the root. Without that proof an empty listing could hide objects.
+    """
+
+    #: The first object that was read: an object that a listing must name.
+    _known: str | None = None
+    _lists_folders = False
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{quote(check_name(name))}"
+
+    def _call(self, verb: str, name: str, call: Callable[[], T], past_end: T | None = None) -> T:
+        answer = super()._call(verb, name, call, past_end)
+        # A list is the answers to several ranges, which may be errors.
+        if verb in ("get", "head") and self._known is None and not isinstance(answer, list):
+            self._known = name
+        return answer
+
+    def _list_any(self, prefix: str) -> Iterator[ObjectInfo]:
+        if not self._lists_folders:
+            self._require_listings(prefix)
+        yield from super()._list_any(prefix)
+
+    def _require_listings(self, prefix: str) -> None:
+        """Raise ``StoreError`` unless the page of the root names the known object, or anything if none is known."""
+        known = self._known
+        try:
+            found = {str(info["name"])[len(self._root) + 1 :].rstrip("/") for info in self._listed(prefix, self._root)}
+            got = f"a page without a link to {known}" if known else "a page without links"
+        except NotFound:
+            found, got = set(), "404"
+        if not found or (known is not None and known.partition("/")[0] not in found):
+            raise StoreError(
+                f"list {self.url}/{prefix}: expected a server that lists folders, got {got} at {self.url}. Use a "
+                "server that lists them, or copy the run to a folder"
+            )
+        self._lists_folders = known is not None
+
+    def _listed(self, prefix: str, folder: str) -> Sequence[Mapping[str, Any]]:
+        """List ``folder`` with the names that were written. A page has them percent-encoded, and HTML-escaped."""
+        below = folder.removeprefix(self._root)
+        url = f"{self._root}{quote(below)}" if below != folder else folder
+        found: dict[str, Mapping[str, Any]] = {}
+        for info in super()._listed(prefix, url):
+            link = unescape(str(info["name"])).removeprefix(f"{url}/").removeprefix("./")
+            name = unquote(link)
+            # Apache links "?C=N" to sort its page. A link may also lead out of the folder.
+            if not {"?", "#"}.intersection(link) and not {"", ".", ".."}.intersection(name.rstrip("/").split("/")):
+                found[name] = {**info, "name": f"{folder}/{name}"}
+        return list(found.values())
