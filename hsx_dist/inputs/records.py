@@ -70,7 +70,7 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
                         text = source.format == "text"
                         batches = _grouped((n, x) for n, x in items if not text or x is None or x.strip())
                     else:
-                        table = StoreFile(file, found.stored_bytes(path))
+                        table = StoreFile(file, shown, found.stored_bytes(path))
                         stored += table.stored
                         left = max(FREE_ROWS, MOST_ROWS * stored) - at
                         most = most_cost(found.max_row_bytes)

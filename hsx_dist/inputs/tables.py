@@ -49,13 +49,24 @@ class StoreFile(io.RawIOBase):
 
     ``before_read``: called before Arrow reads bytes. What it raises ends the work on the file.
     ``stored``: the file's bytes in the store, which are fewer than its own in a zip file. None: its own.
+
+    Raises:
+        ConfigError: the file has no size that the store knows, and is a stream. Arrow reads a file's end first.
     """
 
-    def __init__(self, file: IO[bytes], stored: int | None = None) -> None:
+    def __init__(self, file: IO[bytes], shown: str, stored: int | None) -> None:
         super().__init__()
         self._file = file
         self.before_read: Callable[[], None] | None = None
-        size = file.seek(0, io.SEEK_END)
+        try:
+            size = file.seek(0, io.SEEK_END)
+        except (OSError, ValueError):
+            if stored is not None:
+                raise
+            raise ConfigError(
+                f"input.path: expected the size of {shown}, got none from its server. Use a server that sends "
+                "Content-Length, or copy the file to a folder"
+            ) from None
         file.seek(0)
         self.size, self.stored = size, size if stored is None else min(size, stored)
         self._left = _FREE_READ + _MOST_READS * size

@@ -10,6 +10,8 @@ import zipfile
 from collections.abc import Iterator
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -136,3 +138,15 @@ def test_an_encoded_object_of_gcs_is_no_input(server: _Server) -> None:
     options = {"endpoint_url": server.url, "token": "anon"}
     with pytest.raises(ConfigError, match="expected an object without a Content-Encoding, got 'gzip'"):
         list(read_rows(InputConfig(path="gs://b/x.jsonl", storage_options=options)))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_table_of_unknown_size_names_what_the_server_lacks(server: _Server) -> None:
+    """Arrow seeks to the end first. A retry would not help."""
+    table = io.BytesIO()
+    pq.write_table(pa.table({"text": ["a"]}), table)
+    server.objects["x.parquet"] = table.getvalue(), ""
+    with pytest.raises(
+        ConfigError, match=r"expected the size of http.*x\.parquet, got none.* that sends Content-Length"
+    ):
+        list(read_rows(InputConfig(path=f"{server.url}/x.parquet")))
