@@ -41,14 +41,20 @@ class HttpStore(FsspecStore):
         yield from super()._list_any(prefix)
 
     def _require_listings(self, prefix: str) -> None:
-        """Raise ``StoreError`` unless the page of the root names the known object, or anything if none is known."""
+        """Raise ``StoreError`` unless the root's page names the known object, or anything if none is known."""
         known = self._known
+        needed = "".join(known.partition("/")[:2]) if known else None
+        folder, slash, _ = prefix.partition("/")
         try:
-            found = {str(info["name"])[len(self._root) + 1 :].rstrip("/") for info in self._listed(prefix, self._root)}
-            got = f"a page without a link to {known}" if known else "a page without links"
+            found = {str(info["name"])[len(self._root) + 1 :] for info in self._listed(prefix, self._root)}
+            got = f"a page without a link to {needed}" if needed else "a page without links"
         except NotFound:
-            found, got = set(), "404"
-        if not found or (known is not None and known.partition("/")[0] not in found):
+            found, got = set[str](), "404"
+        # A link without a slash at its end is taken for an object's.
+        like_an_object = bool(slash) and folder in found
+        if like_an_object:
+            got = f"a link to {folder} without a slash at its end"
+        if like_an_object or not found or (needed and needed not in found):
             raise StoreError(
                 f"list {self.url}/{prefix}: expected a server that lists folders, got {got} at {self.url}. Use a "
                 "server that lists them, or copy the run to a folder"

@@ -56,6 +56,12 @@ class Blank(Welcome):
     page = b"<html>Welcome</html>"
 
 
+class WithoutSlash(Welcome):
+    """A server whose links to folders look as links to objects do."""
+
+    page = b'<a href="run.json">run.json</a> <a href="below">below</a>'
+
+
 class Sorted(Welcome):
     """A server with Apache's links, and with other links to the same objects."""
 
@@ -126,7 +132,7 @@ def test_a_range_of_several_requests_that_is_too_long_is_an_error_of_the_store()
 
 @pytest.mark.parametrize(
     ("handler", "got"),
-    [(WithoutFolders, "404"), (Blank, "without a link to below/part"), (Welcome, "without a link to below/part")],
+    [(WithoutFolders, "404"), (Blank, "without a link to below/"), (Welcome, "without a link to below/")],
 )
 def test_a_server_that_lists_no_folders_is_refused(folder: Path, handler: type[Whole], got: str) -> None:
     with served(folder, handler) as store:
@@ -134,6 +140,14 @@ def test_a_server_that_lists_no_folders_is_refused(folder: Path, handler: type[W
         for prefix in ("", "below/", "manifest/"):
             with pytest.raises(StoreError, match=f"expected a server that lists folders, got .*{got}.* Use a server"):
                 list(store.list(prefix))
+
+
+def test_a_server_whose_links_to_folders_have_no_slash_is_refused(folder: Path) -> None:
+    (folder / "run" / "run.json").write_bytes(b"{}")
+    with served(folder, WithoutSlash) as store:
+        store.get("run.json", 100)
+        with pytest.raises(StoreError, match="got a link to below without a slash at its end"):
+            list(store.list("below/"))
 
 
 @pytest.mark.parametrize("handler", [WithoutFolders, Blank])
