@@ -20,7 +20,9 @@ from hsx_dist.errors import StoreError
 from hsx_dist.format.container import Part
 from hsx_dist.store import open_store
 from hsx_dist.store.base import Store, cut
+from hsx_dist.store.http_store import _names_in
 from tests.golden.make import FOLDER
+from tests.unit.growth import check_linear
 
 
 class Whole(SimpleHTTPRequestHandler):
@@ -196,3 +198,30 @@ def test_links_that_name_no_object_are_left_out(folder: Path) -> None:
     (folder / "run" / "a&b").write_bytes(b"abc")
     with served(folder, Sorted) as store:
         assert [info.name for info in store.list()] == ["a&b"]
+
+
+@pytest.mark.parametrize(
+    ("link", "name"),
+    [
+        ("'a'", "a"),
+        ("./a", "a"),
+        ('"/r/a/"', "a/"),
+        ("http://h/r/a%20b", "a b"),
+        ("https://h/r/a", "a"),
+        ("' a:b ' class=x", " a:b "),
+        ("/other/a", None),
+        ("http://other/r/a", None),
+        ("../a", None),
+        ("http://[", None),
+        ("''", None),
+    ],
+)
+def test_a_link_is_read_as_a_browser_does(link: str, name: str | None) -> None:
+    page = f"<html><a name=x>n</a>\n<A  class='y'\nHREF = {link}>text</A>".encode()
+    assert list(_names_in(page, "http://h/r")) == ([] if name is None else [name])
+
+
+@pytest.mark.parametrize("unit", [" ", "<a ", "<a href", "href ", "href=", "<a href='", "<a href=../x>", "<a href=a>"])
+def test_a_page_takes_time_in_proportion_to_its_length(unit: str) -> None:
+    """fsspec's expression takes half a minute for a page of 2,000 blanks."""
+    check_linear(lambda n: lambda: list(_names_in(f"<a {unit * n}>".encode(), "http://h/r")), 1 << 13)
