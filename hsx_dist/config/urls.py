@@ -21,21 +21,21 @@ _NAME_AND_HOST = frozenset(
     {"abfs", "abfss", "az", "adl", "wasb", "wasbs", "oci", "hf", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "root"}
 )
 _WITH_HOST = "|".join(sorted(_BUCKETS | _NAME_AND_HOST | {"http", "https"}))
-#: A known scheme with other characters than ``://`` behind it. Some programs take it for a URL; others for a folder.
-_NEAR = (
-    rf"(?:{_WITH_HOST})(?://|:(?!:|//)[/\\]+|::?(?=[^\s/:@]*(?::[^\s/:@]*)?@))|(?:{'|'.join(sorted(_NO_HOST))}):/(?!/)"
+#: A known scheme at the beginning or behind ``::``, and the characters in place of ``://``.
+_GAP = re.compile(
+    rf"(?:^|(?<=::))({_WITH_HOST}|{'|'.join(sorted(_NO_HOST))})( *[:;\uff1a/\\][ :;\uff1a/\\]*)", re.IGNORECASE
 )
-_NEAR_LINK = re.compile(rf"(^|::)(?:(https?):[/\\]*|(?={_NEAR})([a-z0-9]+)[:/\\]+)", re.IGNORECASE)
 #: A word that may be a scheme, and ``://``, which makes it one. Matches other words too, to search none of them twice.
 #: ``://`` behind another character has an empty scheme.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*+(://)?|(://)")
 #: ``scheme://``, chained or not, also with what libraries drop between its characters.
 _BEGINS = re.compile(
     r"[\0-\x20]*(?:[a-z0-9+.-]++::)*"
-    r"(?:[a-z][a-z0-9+.-]*+[\0-\x1f\x7f-\x9f]*:[\0-\x1f\x7f-\x9f]*/[\0-\x1f\x7f-\x9f]*/|https?:[\0-\x1f]*[/\\]"
-    rf"|{_NEAR})",
+    r"[a-z][a-z0-9+.-]*+[\0-\x1f\x7f-\x9f]*:[\0-\x1f\x7f-\x9f]*/[\0-\x1f\x7f-\x9f]*/",
     re.IGNORECASE,
 )
+_CHAINED = re.compile(r"[a-z0-9+.-]+::", re.IGNORECASE)
+_AT = re.compile(r"@|%40|\uff20|\ufe6b")
 #: What a URL is: a chain of schemes, of which one has ``://``.
 _CHAIN = re.compile(r"(?:[a-z][a-z0-9+.-]*+::)*+[a-z][a-z0-9+.-]*+://", re.IGNORECASE)
 _BEFORE_AT = re.compile(r"(?<=://)[^/]*@")
@@ -62,6 +62,8 @@ def has_credentials(text: str) -> bool:
     - ``abfs``, ``hf``, ``sftp``, …: ``NAME@HOST[:PORT]``; a name without ``:`` is no credential.
     - every other scheme: ``HOST[:PORT]``; no ``@``, and no other ``:``.
 
+    Without an authority (``sftp:///…``), no ``@`` may follow, except where there is no rule.
+
     A link that breaks its rule may hold a credential, since secrets contain slashes: in ``s3://KEY:SEC/RET@bucket``
     the bucket would be ``KEY:SEC``. An ``@`` behind a valid authority belongs to a path (``s3://bucket/a@b``). A query
     or a fragment with a parameter such as ``X-Amz-Signature``, ``sig`` or ``token`` is a credential. A local path or a
@@ -78,8 +80,8 @@ def check_url(url: str) -> None:
     of slashes behind ``http:``; fsspec changes nothing. So a URL has no control characters, no whitespace but single
     spaces within its path, and neither a backslash nor a wide ``@`` before it.
 
-    A text with ``://`` begins with a chain of schemes, and has no ``://`` without one. A text that begins with a known
-    scheme and nearly ``://``, such as ``s3:/``, is a mistyped URL. As a folder's name it would show its credentials.
+    A text with ``://`` begins with a chain of schemes, and has no ``://`` without one. A known scheme with similar
+    characters in place of ``://`` is a mistyped URL (``_is_mistyped``).
     """
     odd = "://" in url and (
         not url.isprintable()
@@ -96,12 +98,9 @@ def check_url(url: str) -> None:
 
 
 def _harmless(url: str) -> str:
-    """Return a URL of a wrong form without parameters, and without the text from its first scheme to its last ``@``."""
-    shown = "".join(filter(str.isprintable, public_url(url)))
-    _, at, rest = shown.rpartition("@")
-    scheme = _SCHEME.match(shown)
-    begins = scheme[0].removesuffix("://") + "://" if at and scheme else ""
-    return begins + re.split("[?;&#]", rest, maxsplit=1)[0]
+    """Return a URL of a wrong form, of which only a known scheme is shown: a credential may be anywhere behind it."""
+    known = _GAP.match(_clean(url))
+    return f"{known[1]}:…" if known else "…"
 
 
 def check_endpoint(endpoint: str, source: str) -> None:
@@ -176,12 +175,32 @@ def _as_read(text: str) -> str:
 
     Returns any other text unchanged: it may be prose.
     """
-    if _BEGINS.match(text) is None:
+    clean = _clean(text)
+    last = max((found.start() for found in _AT.finditer(clean)), default=-1)
+    read = _GAP.sub(lambda found: f"{found[1]}://" if _is_mistyped(found, last) else found[0], clean)
+    begins = _BEGINS.match(text) or (read != clean and (_GAP.match(clean) or _CHAINED.match(clean)))
+    if not begins:
         return text
-    text = "".join(c for c in text if c.isprintable()).lstrip(" ")
-    text = _NEAR_LINK.sub(lambda found: f"{found[1]}{found[2] or found[3]}://", text)
     # In prose that begins as a URL, only the text before an ``@`` is changed.
-    return _BEFORE_AT.sub(lambda found: _quoted(found[0]), text)
+    return _BEFORE_AT.sub(lambda found: _quoted(found[0]), read)
+
+
+def _clean(text: str) -> str:
+    return "".join(filter(str.isprintable, text)).lstrip(" ")
+
+
+def _is_mistyped(found: re.Match[str], last_at: int) -> bool:
+    """Whether a known scheme has other characters than ``://`` behind it, and is not the beginning of a local path.
+
+    Some programs take the text for a URL; others for a folder, whose name would show the credentials.
+    """
+    scheme, gap = found[1].lower(), found[2]
+    slashes = "/" in gap or "\\" in gap
+    if scheme in _NO_HOST:
+        return slashes and gap.startswith(":") and not gap.startswith("://")
+    if gap == "/" or gap.rstrip(":") == "://" or (gap == ":///" and not scheme.startswith("http")):
+        return False
+    return slashes or last_at >= found.end()
 
 
 def _quoted(before_at: str) -> str:
@@ -212,9 +231,11 @@ def breaks_the_rule(link: str) -> bool:
     scheme, authority = link.partition("://")[0].lower(), _authority(link)
     if scheme in _NO_HOST:
         return False
+    # Some libraries strip slashes: the place of s3:///NAME is then NAME.
+    if not authority and _AT.search(link):
+        return True
     if scheme in _BUCKETS:
-        # Some libraries strip slashes: the bucket of s3:///NAME is then NAME.
-        return _BUCKET.fullmatch(authority) is None or (not authority and "@" in link)
+        return _BUCKET.fullmatch(authority or _authority(link.replace(":///", "://", 1))) is None
     if scheme == "github" and _REPOSITORY.fullmatch(authority):
         return False
     name, at, host = authority.rpartition("@")

@@ -362,8 +362,14 @@ def test_a_url_that_libraries_read_in_different_ways_is_refused(url: str) -> Non
         *(f"{scheme}k:{SECRET}@b/x" for scheme in ("s3:/", "gs:/", "FTP:/", "az:\\", "s3//", "https//", "s3:/\t")),
         *(f"{odd}://k:{SECRET}@b/x" for odd in ("s3:", "https:", "s3 ", "", "./s3 ", "s3::", "zip://a::", "s3\u200b")),
         *(f"{odd}://k:{SECRET}@b/x" for odd in ("s3\t", "s\n3", "zip://a::s3\t")),
-        f"s3:/k:{SECRET}",
-        f"s3 ://k:{SECRET}",
+        *(
+            f"s3{gap}k:{SECRET}/x@b/x"
+            for gap in (":", "::", "::/", ":///", ";//", "\uff1a//", ":/ /", " :: /", "\uff1a")
+        ),
+        *(f"{scheme}:k:{SECRET}/x@b/x" for scheme in ("https", "sftp", "az", "zip://a::gs", "zip::hf")),
+        *(f"s3:k:{SECRET}{at}b/x" for at in ("%40", "\uff20")),
+        *(f"https{gap}k:{SECRET}@b/x" for gap in (":", "::/", ":/ /", ":////")),
+        *(f"s3{gap}k:{SECRET}/b" for gap in (":/", " ://", "::///", ":/ /", ":////")),
     ],
 )
 def test_a_mistyped_url_is_refused_and_shown_without_credentials(url: str) -> None:
@@ -408,7 +414,25 @@ def test_the_text_of_a_private_key_is_a_credential(kind: str) -> None:
     assert SECRET not in json.dumps([hide_secrets(settings), compared_form(settings)])
 
 
-@pytest.mark.parametrize("path", ["./s3:/x", "/a/s3:/x", "data//x", "data:x", "a/s3//x", "zip:x", "a:b@c"])
+#: Local paths and ids of models, also of folders with the name of a scheme.
+LOCAL = [
+    *("./x@y", "/data/a@b:c", "C:\\x", "model@revision", "org/model", "org/model@main", "/data/s3:k@b", "./s3:k@b"),
+    *(
+        "data",
+        "data/a@b",
+        "data/a:b@c",
+        "data:a@b",
+        "s3",
+        "s3/a@b",
+        "s3-x:a@b",
+        "git@github.com:org/x",
+        "hf:x",
+        "s3 x@y",
+    ),
+]
+
+
+@pytest.mark.parametrize("path", ["./s3:/x", "/a/s3:/x", "data//x", "data:x", "a/s3//x", "zip:x", "a:b@c", *LOCAL])
 def test_a_folder_that_is_no_mistyped_url_is_taken(path: str) -> None:
     check_url(path)
     assert public_url(path) == path
@@ -481,6 +505,26 @@ def test_an_argument_that_is_no_override_is_not_repeated(argument: str) -> None:
 def test_a_signed_url_is_a_credential(url):
     assert list(secret_paths({"input": {"path": url}})) == [("input", "path")]
     assert list(secret_paths({"input": {"path": url.partition("?")[0] + "?version=3"}})) == []
+
+
+@pytest.mark.parametrize(
+    "scheme", ["sftp", "ftp", "hdfs", "webhdfs", "hf", "az", "abfs", "s3", "gs", "github", "other"]
+)
+def test_a_user_and_password_in_place_of_a_path_are_found(scheme: str) -> None:
+    for at in ("@", "%40"):
+        url = f"{scheme}:///me:{SECRET}{at}host/run"
+        assert has_credentials(url)
+        assert SECRET not in public_url(url)
+        for check in (check_no_credentials, open_store):
+            with pytest.raises(ConfigError) as e:
+                check(url)
+            assert SECRET not in str(e.value)
+
+
+@pytest.mark.parametrize("url", ["hdfs:///data/run", "s3:///b/x", "abfs:///c/x", "file:///a/b@c:d"])
+def test_a_url_without_a_host_is_taken(url: str) -> None:
+    check_no_credentials(url)
+    assert public_url(url) == url
 
 
 def test_a_secret_that_reads_as_a_port_or_behind_no_bucket_is_found() -> None:
