@@ -8,11 +8,11 @@ from typing import Annotated, Optional
 
 import typer
 
-app = typer.Typer(
+from hsx_dist.cli.commands import Commands
+
+app = Commands(
     help="Extract hidden states of language models, and inspect stored runs.",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,  # it would show local variables, credentials among them
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from hsx_dist.config import parse_storage_options, refuse_in_job, refuse_on_command_line
+from hsx_dist.config import parse_storage_options, refuse_in_job
 from hsx_dist.errors import ConfigError
 from hsx_dist.exporting import ExportOptions, export_run
 from hsx_dist.observe.console import print_json, say
@@ -28,7 +28,6 @@ def run_export(
         raise ConfigError(
             "--shard, --ray: expected at most one, got both. With --ray, leave --shard out: Ray divides the work"
         )
-    refuse_on_command_line({"RUN": path, "DEST": dest}, ())
     storage_options = parse_storage_options(options)
     if ray:
         refuse_in_job("RUN", path)

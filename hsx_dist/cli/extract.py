@@ -10,8 +10,9 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from hsx_dist.cli.commands import Commands
 from hsx_dist.cli.exit_codes import run_app
-from hsx_dist.config import load_config, refuse_on_command_line
+from hsx_dist.config import load_config
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.console import print_json
 
@@ -22,7 +23,6 @@ def run(config: str | None, overrides: Sequence[str], direct: Mapping[str, Any],
     Returns the exit status. Raises ConfigError before anything is started if a setting is wrong or the input is
     missing.
     """
-    refuse_on_command_line(direct, ())
     settings = load_config(config, overrides, **direct)
     if not settings.input.path:
         raise ConfigError(
@@ -39,7 +39,7 @@ def run(config: str | None, overrides: Sequence[str], direct: Mapping[str, Any],
     return int(summary.exit_status)
 
 
-job = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+job = Commands()
 
 
 @job.command()

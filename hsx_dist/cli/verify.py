@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from hsx_dist.cli.commands import Commands
 from hsx_dist.cli.exit_codes import FINE, FOUND_BAD, run_app
 from hsx_dist.config import load_config, parse_storage_options, public_url, refuse_in_job, resolve_paths
 from hsx_dist.observe.console import print_json, say
@@ -87,7 +88,7 @@ def _print_problems(part: str, problems: Sequence[Problem]) -> None:
         say(f"BAD {part or 'the run'}: {problem.message}")
 
 
-job = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+job = Commands()
 
 
 @job.command()

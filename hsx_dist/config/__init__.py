@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hsx_dist.config.checks import CODEC_NAMES
-from hsx_dist.config.loading import load_config, parse_storage_options, refuse_on_command_line
+from hsx_dist.config.loading import load_config, parse_storage_options
 from hsx_dist.config.models import (
     ExtractConfig,
     InputConfig,
@@ -32,6 +32,5 @@ __all__ = [
     "parse_storage_options",
     "public_url",
     "refuse_in_job",
-    "refuse_on_command_line",
     "resolve_paths",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 from hsx_dist.errors import ConfigError, is_error
 from hsx_dist.logger import get_logger
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
+from hsx_dist.reading.arguments import path_text
 
 #: Token ids → their text.
 Decode = Callable[[Sequence[int]], str]
@@ -32,7 +33,7 @@ def choose_decoder(tokenizer: str | None, info: Mapping[str, Any]) -> Decode | N
         ConfigError: ``tokenizer`` cannot be loaded.
     """
     if tokenizer is not None:
-        return load_decoder(resolve_model(tokenizer))
+        return load_decoder(resolve_model(path_text("tokenizer", tokenizer)))
     if not _is_builtin(info.get("meaning")):
         return None
     try:

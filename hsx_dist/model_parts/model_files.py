@@ -26,6 +26,7 @@ from hsx_dist.logger import get_logger
 from hsx_dist.model_parts.config_numbers import count, positive
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
 from hsx_dist.models.weights import folder_weights
+from hsx_dist.reading.arguments import path_text
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample
 
@@ -157,7 +158,7 @@ class ModelFiles:
         """Return the name and folder of the model that the caller named."""
         if not model:
             raise ConfigError("model: expected a folder or an id of the Hugging Face hub, got none. Name one")
-        path = Path(resolve_model(model)).expanduser()
+        path = Path(resolve_model(path_text("model", model))).expanduser()
         return model, path if (path / "config.json").is_file() else self._hub(model, None)
 
     def _stored(self, run: Run) -> tuple[str, Path]:

@@ -6,6 +6,7 @@ import os
 from numbers import Integral
 from operator import index
 
+from hsx_dist.config.urls import check_no_credentials
 from hsx_dist.errors import ConfigError
 
 
@@ -25,10 +26,11 @@ def whole(name: str, value: object) -> int:
 
 
 def path_text(name: str, value: object) -> str:
-    """Return a path or a URL as text. Raises ``ConfigError`` for another value."""
+    """Return a path or a URL as text. Raises ``ConfigError`` for another value, and for one with credentials."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise _wrong(name, "a path or a URL as text", value)
+    check_no_credentials(text)  # a folder's name would show them
     return text
 
 

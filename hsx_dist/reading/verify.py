@@ -18,6 +18,7 @@ from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof
 from hsx_dist.format.place import Place, leftovers, open_place
 from hsx_dist.format.runs import check_receipts, count, read_complete, receipts_after
 from hsx_dist.page import FLOATS, HIDDEN_STATES, token_hash
+from hsx_dist.reading.arguments import path_text
 from hsx_dist.reading.column import LOSS_MASK, agrees, is_mean
 from hsx_dist.reading.kept_parts import KeptParts
 from hsx_dist.reading.missing import is_removed, missing_parts
@@ -148,7 +149,7 @@ def verify_run(
         raise ConfigError(f"sample: expected a share of more than 0 and at most 1, such as 0.1, got {sample:g}")
     if workers < 1:
         raise ConfigError(f"workers: expected at least 1, got {workers}")
-    known = _SoundParts(resume)
+    known = _SoundParts(None if resume is None else Path(path_text("resume", resume)))
     report = VerifyReport()
     try:
         place = open_place(root)

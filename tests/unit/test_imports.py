@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "tokenizers": set(),
     "store": {"errors", "config", "logger"},
     "format": {"errors", "lazy", "page", "config", "store", "logger", "text"},
-    "reading": {"errors", "lazy", "layers", "memory", "page", "store", "format", "logger", "text"},
+    "reading": {"config", "errors", "lazy", "layers", "memory", "page", "store", "format", "logger", "text"},
     "models": {"errors"},
     "model_parts": {"errors", "isa", "logger", "models", "page", "format", "reading"},
     "exporting": {"errors", "model_parts", "page", "layers", "format", "reading", "store"},

@@ -12,6 +12,8 @@ import torch
 
 from hsx_dist import ConfigError, HiddenStatesDataset, open_run
 from hsx_dist.exporting import export_run
+from hsx_dist.model_parts.model_files import ModelFiles
+from hsx_dist.reading import verify_run
 from hsx_dist.reading.retention import Retention
 from hsx_dist.reading.run import Run
 from hsx_dist.store import open_store
@@ -43,7 +45,10 @@ PATHS: dict[str, Call] = {
     "source": lambda _, value, __: HiddenStatesDataset(value),
     "cache_dir": lambda run, value, _: dataset(run, cache_dir=value),
     "dest": lambda run, value, _: export_run(run, "vllm", value),
+    "resume": lambda run, value, _: verify_run(run.place.root, resume=value),
 }
+#: A model may be absent, so that an empty value is no wrong type.
+NAMED: dict[str, Call] = {**PATHS, "model": lambda _, value, __: ModelFiles(None, str(value), {})}
 
 
 @pytest.mark.parametrize("value", ["1", 1.0, [1], {}, np.array([1, 2]), torch.tensor(0.5)], ids=repr)
@@ -64,6 +69,19 @@ def test_integers_of_libraries_are_taken(run: Run, tmp_path: Path, name: str, va
 def test_a_path_of_a_wrong_type_is_named(run: Run, tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: expected a path or a URL as text, got "):
         PATHS[name](run, value, tmp_path)
+
+
+@pytest.mark.parametrize("make", [str, Path])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_path_with_credentials_is_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, make: Callable[[str], Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("https://me:hunter2@host/x", "s3:k:hunter2/x@b"):
+        with pytest.raises(ConfigError) as e:
+            NAMED[name](run, make(url), tmp_path)
+        assert "hunter2" not in str(e.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_consumers_rank_and_options_of_a_store_are_named(run: Run) -> None:
