@@ -30,7 +30,7 @@ def pad(
         The items' arrays by name, ``attention_mask`` bool ``[B, S]`` and ``lengths`` int64 ``[B]``.
 
     Raises:
-        ConfigError: items differ in their names or layers.
+        ConfigError: items differ in their names or layers, or their rows in dtype or shape.
 
     Example:
         >>> from hsx_dist.reading.collate import pad
@@ -44,8 +44,9 @@ def pad(
     size = length if length is not None else -(-max(lengths) // multiple) * multiple
     lengths = [min(n, size) for n in lengths]
     batch: dict[str, Any] = {}
+    per_token = _per_token(items, ids)
     for name in items[0]:
-        if not _per_token(items, name, ids):
+        if name not in per_token:
             batch[name] = _once_or_list(items, name)
             continue
         first = items[0][name]
@@ -74,7 +75,7 @@ def pack(items: Sequence[Item], *, ids: str = "input_ids", length: int | None = 
         - ``lengths``: int64 ``[B]``.
 
     Raises:
-        ConfigError: items differ in their names or layers.
+        ConfigError: items differ in their names or layers, or their rows in dtype or shape.
 
     Example:
         >>> from hsx_dist.reading.collate import pack
@@ -92,8 +93,9 @@ def pack(items: Sequence[Item], *, ids: str = "input_ids", length: int | None = 
     total = sum(lengths)
     size = total if length is None else length
     batch: dict[str, Any] = {}
+    per_token = _per_token(items, ids)
     for name in items[0]:
-        if not _per_token(items, name, ids):
+        if name not in per_token:
             batch[name] = _once_or_list(items, name)
             continue
         first = items[0][name]
@@ -125,10 +127,25 @@ def _same(items: Sequence[Item]) -> Sequence[Item]:
     return items
 
 
-def _per_token(items: Sequence[Item], name: str, ids: str) -> bool:
-    if name in ("layer_ids", "key"):
-        return False
-    return all(getattr(item[name], "ndim", 0) >= 1 and len(item[name]) == len(item[ids]) for item in items)
+def _per_token(items: Sequence[Item], ids: str) -> list[str]:
+    """The names of arrays with a row for each token. Raises ``ConfigError`` if the items' rows differ.
+
+    Called before a batch is allocated, because it takes the row of one item times the tokens of others.
+    """
+    found = []
+    for name in items[0].keys() - {"layer_ids", "key"}:
+        arrays = [item[name] for item in items]
+        if not all(getattr(x, "ndim", 0) >= 1 and len(x) == len(i[ids]) for x, i in zip(arrays, items, strict=True)):
+            continue
+        found.append(name)
+        first = arrays[0]
+        for x in arrays:
+            if (x.dtype, x.shape[1:]) != (first.dtype, first.shape[1:]):
+                raise ConfigError(
+                    f"{name}: expected rows of {first.dtype} {tuple(first.shape[1:])} in all items, got {x.dtype} "
+                    f"{tuple(x.shape[1:])}. Pass layers=[…] to the data set, or leave the array out of rename"
+                )
+    return found
 
 
 def _once_or_list(items: Sequence[Item], name: str) -> Any:

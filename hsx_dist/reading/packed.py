@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -98,12 +99,7 @@ class PackedContexts(DerivedDataset):
     def _empty(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """A batch of padding with its rows concatenated: ``[B * S, …]``."""
         size = self._shape[0] * self._shape[1]
-        batch = {
-            name: np.zeros((size, *x.shape[1:]), x.dtype)
-            if isinstance(x, np.ndarray)
-            else x.new_zeros((size, *x.shape[1:]))
-            for name, x in arrays.items()
-        }
+        batch = {name: _zeros(size, x) for name, x in arrays.items()}
         ids = {"position_ids": np.zeros(size, np.int64), "document_ids": np.full(size, -1)}
         return {**batch, **{name: to_ids(x, self._dataset.framework) for name, x in ids.items()}}
 
@@ -154,3 +150,17 @@ class PackedContexts(DerivedDataset):
         if "dataset" not in state:
             state = {"dataset": state}
         self._load(dict(state))
+
+
+def _zeros(size: int, like: Any) -> Any:
+    """Return ``size`` rows of zeros of the dtype and row shape of ``like``.
+
+    numpy's zeros take memory only when rows are written, torch's at once. A batch then takes no more memory than the
+    items in it, also if the first item's rows are much wider than those of all others.
+    """
+    shape = (size, *like.shape[1:])
+    if isinstance(like, np.ndarray):
+        return np.zeros(shape, like.dtype)
+    import torch
+
+    return torch.from_numpy(np.zeros(math.prod(shape) * like.itemsize, np.uint8)).view(like.dtype).view(shape)

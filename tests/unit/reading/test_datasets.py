@@ -515,6 +515,17 @@ def test_padded_and_packed_batches_hold_the_same_tokens(url: str) -> None:
         pad([])
 
 
+@pytest.mark.parametrize("collate", [pad, pack])
+@pytest.mark.parametrize("other", [torch.zeros(1, 2, 24), torch.zeros(1, 1, 24, dtype=torch.float64)])
+def test_rows_are_compared_before_a_batch_is_allocated(collate: Any, other: torch.Tensor) -> None:
+    items = [
+        {"input_ids": torch.zeros(len(rows), dtype=torch.int64), "hidden_states": rows}
+        for rows in (torch.zeros(3, 1, 24), other)
+    ]
+    with pytest.raises(ConfigError, match=r"hidden_states: expected rows of torch\.float32 \(1, 24\) in all items"):
+        collate(items, length=1 << 50)  # more than can be allocated
+
+
 def test_runs_are_mixed_by_weight(url: str, tmp_path: Path) -> None:
     other = str(tmp_path / "other")
     store_run(open_store(other), [random_sample(f"o{i}", 4, seed=i) for i in range(40)])

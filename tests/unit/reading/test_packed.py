@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -268,3 +269,20 @@ def test_with_follow_the_finished_keys_are_not_sorted_for_each_sample(
     assert sum(len(batch["input_ids"].flatten()) for batch in batches) == 800
     assert len(batches.state_dict()["dataset"]["position"]["1/w"][1]) == 200
     assert sorted_keys < 1000
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_a_batch_takes_memory_for_its_tokens_only(tmp_path: Path, framework: str) -> None:
+    """The rows of one sample may be much wider than those of all others, so its width does not limit a batch."""
+    store_run(open_store(str(tmp_path)), [random_sample("wide", 1, layer_ids=(15,), hidden_size=1 << 16, odd=False)])
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    contexts = packed(str(tmp_path), 1, 1, framework=framework)
+    list(contexts)  # imports
+    before = resident()
+    [batch] = list(packed(str(tmp_path), 1, 1 << 10, framework=framework))  # 128 MiB in bf16
+    assert resident() - before < 32 << 20
+    assert batch["hidden_states"].shape == (1, 1 << 10, 1 << 16)
+    assert (np.asarray(batch["hidden_states"][0, 0, :10].tolist()) != 0).any()
