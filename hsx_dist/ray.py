@@ -26,10 +26,11 @@ from hsx_dist.ray_calls import redacted_errors, remote
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.column import StoredPoint
 from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.groups import groups
 from hsx_dist.reading.index import Index
 from hsx_dist.reading.select import Selection
 
-#: Samples per block of Ray Data.
+#: The most samples of a block of Ray Data.
 _BLOCK_SAMPLES = 32
 
 
@@ -107,9 +108,7 @@ def _reader(selection: Selection, options: Mapping[str, Any]) -> Callable[[], It
         import pyarrow as pa
         from ray.data.extensions import ArrowTensorArray
 
-        items: list[dict[str, Any]] = []
-
-        def block() -> Block:
+        def block(items: list[dict[str, Any]]) -> Block:
             columns = {
                 name: [item[name] for item in items]
                 if isinstance(items[0][name], str)
@@ -120,12 +119,7 @@ def _reader(selection: Selection, options: Mapping[str, Any]) -> Callable[[], It
             return pa.table(columns)
 
         dataset = HiddenStatesDataset(selection, framework="numpy", rank=0, world_size=1, **options)
-        for item in dataset:
-            items.append(item)
-            if len(items) == _BLOCK_SAMPLES:
-                yield block()
-        if items:
-            yield block()
+        yield from map(block, groups(dataset, _BLOCK_SAMPLES))
 
     return read
 

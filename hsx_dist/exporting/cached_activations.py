@@ -7,7 +7,6 @@ so only complete contexts are written. No context has tokens of two samples.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.exporting.arrow_folder import write_folder
 from hsx_dist.exporting.base import Exporter, ExportOptions
 from hsx_dist.layers import hook_of_layer
 from hsx_dist.page import HIDDEN_STATES
+from hsx_dist.reading import groups
 from hsx_dist.reading.hooks import hook_place
 from hsx_dist.reading.run import Run
 
-#: Contexts of a record batch: 128 MiB for 128 tokens and 4096 channels.
+#: The most contexts of a record batch.
 _ROWS_PER_BATCH = 64
 
 
@@ -59,7 +60,8 @@ class SaeLensExporter(Exporter):
         features = Features(
             {self._hook: Array2D(shape, "float32"), "token_ids": Sequence(Value("int32"), length=self._context)}
         )
-        with ArrowWriter(path=str(path), features=features, writer_batch_size=_ROWS_PER_BATCH) as writer:
+        rows = max(1, min(_ROWS_PER_BATCH, groups.GROUP_BYTES // (4 * self._context * self._width)))
+        with ArrowWriter(path=str(path), features=features, writer_batch_size=rows) as writer:
             for item in items:
                 states = item[self._point][:, 0].flatten(1).float().numpy()
                 ids = item["input_ids"].numpy().astype(np.int32)
@@ -69,7 +71,6 @@ class SaeLensExporter(Exporter):
             writer.finalize()
 
     def finish(self, run: Run, new: Path) -> None:
-        """Write ``state.json`` and ``dataset_info.json``, from which ``datasets.load_from_disk`` finds the files."""
         from datasets import Dataset
 
         names = (self.file(first) for first in range(0, len(run), self.per_file))
@@ -80,18 +81,7 @@ class SaeLensExporter(Exporter):
                 f"context: expected samples of {self._context} tokens, got shorter ones. Set a smaller context "
                 "(--context)"
             )
-        info = parts[0].info
-        (new / "dataset_info.json").write_text(json.dumps({"features": info.features.to_dict()}))
-        state: dict[str, Any] = {
-            "_data_files": [{"filename": file.name} for file in files],
-            "_fingerprint": run.id,
-            "_format_columns": None,
-            "_format_kwargs": {},
-            "_format_type": None,
-            "_output_all_columns": False,
-            "_split": None,
-        }
-        (new / "state.json").write_text(json.dumps(state))
+        write_folder(new, [file.name for file in files], parts[0].features, run.id, None)
 
     def statement(self) -> dict[str, Any]:
         (layer,) = self.layers

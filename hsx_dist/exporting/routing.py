@@ -8,7 +8,6 @@ Inference Routers" (arXiv 2510.11370).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting.base import Exporter, ExportOptions, check_parquet, parquet_key
+from hsx_dist.reading.groups import groups
 from hsx_dist.reading.run import Run
 
-#: Samples of a row group of the file. Their rows are in memory together.
+#: The most samples of a row group of the file. Their rows are in memory together.
 _ROW_GROUP = 64
 _IDS, _WEIGHTS = "topk_ids", "topk_weights"
 
@@ -77,9 +77,8 @@ class RoutingExporter(Exporter):
             ],
             metadata={"layers": ",".join(map(str, self.layers))},
         )
-        items = iter(items)
         with pq.ParquetWriter(path, schema) as writer:
-            while rows := list(islice(items, _ROW_GROUP)):
+            for rows in groups(items, _ROW_GROUP):
                 ends = pa.array(np.cumsum([0, *(len(row["input_ids"]) for row in rows)]), pa.int32())
                 joined = {
                     name: np.concatenate([_values(row, name) for row in rows]) for name in ("input_ids", *self.points)

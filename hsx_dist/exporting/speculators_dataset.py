@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError, install_extra
+from hsx_dist.exporting.arrow_folder import write_folder
 from hsx_dist.exporting.base import Exporter, ExportOptions, any_layers, need, num_layers_of, stored_layers
 from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.groups import groups
 from hsx_dist.reading.run import Run
+
+#: The most rows of a record batch of the Arrow data set.
+_ROWS_PER_BATCH = 1000
 
 
 class SpeculatorsExporter(Exporter):
@@ -43,23 +48,23 @@ class SpeculatorsExporter(Exporter):
         save_file({"hidden_states": item["hidden_states"].contiguous(), "token_ids": item["input_ids"]}, path)
 
     def finish(self, run: Run, new: Path) -> None:
-        from datasets import Dataset, Features, Sequence, Value
+        from datasets import Features, Sequence, Value
+        from datasets.arrow_writer import ArrowWriter
 
         def rows() -> Iterator[dict[str, Any]]:
             for item in HiddenStatesDataset(run, layers=[], loss_mask=self._loss_mask, rank=0, world_size=1):
-                ids, mask = item["input_ids"].tolist(), item["loss_mask"].long().tolist()
+                ids, mask = item["input_ids"].numpy(), item["loss_mask"].long().numpy()
                 yield {"input_ids": ids, "loss_mask": mask, "seq_len": len(ids)}
 
         features = Features(
             {"input_ids": Sequence(Value("int64")), "loss_mask": Sequence(Value("int64")), "seq_len": Value("int64")}
         )
-        columns: dict[str, list[Any]] = {name: [] for name in features}
-        # Held in memory: tokens and masks have about 0.01% of the states' bytes.
-        for row in rows():
-            for name, value in row.items():
-                columns[name].append(value)
-        data = Dataset.from_dict(columns, features=features).with_format("torch")
-        data.save_to_disk(str(new))
+        name = "data-00000-of-00001.arrow"
+        with ArrowWriter(path=str(new / name), features=features) as writer:
+            for group in groups(rows(), _ROWS_PER_BATCH):
+                writer.write_batch({column: [row[column] for row in group] for column in features})
+            writer.finalize()
+        write_folder(new, [name], features, run.id, "torch")
 
     def statement(self) -> dict[str, Any]:
         return {

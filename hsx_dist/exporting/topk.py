@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from hsx_dist.exporting.base import Exporter, ExportOptions, check_parquet, need, num_layers_of, parquet_key
 from hsx_dist.model_parts.model_end import ModelEnd
+from hsx_dist.reading.groups import groups
 from hsx_dist.reading.run import Run
 
-#: Samples of a row group of the file. Their rows are in memory together.
+#: The most samples of a row group of the file. Their rows are in memory together.
 _ROW_GROUP = 64
 
 
@@ -48,10 +48,10 @@ class TopKExporter(Exporter):
             ],
             metadata={"teacher": self._end.model},
         )
-        items = iter(items)
         with pq.ParquetWriter(path, schema) as writer:
-            while rows := [self._row(item) for item in islice(items, _ROW_GROUP)]:
-                writer.write_table(pa.Table.from_pylist(rows, schema))
+            for rows in groups(map(self._row, items), _ROW_GROUP):
+                listed = [{name: _listed(x) for name, x in row.items()} for row in rows]
+                writer.write_table(pa.Table.from_pylist(listed, schema))
 
     def _row(self, item: dict[str, Any]) -> dict[str, Any]:
         import torch
@@ -61,8 +61,8 @@ class TopKExporter(Exporter):
             "key": parquet_key(item["key"]),
             "input_ids": item["input_ids"].numpy(),
             "completion_mask": item["loss_mask"].long().numpy(),
-            "teacher_topk_ids": list(ids.to(torch.int32).numpy()),
-            "teacher_topk_logprobs": list(values.numpy()),
+            "teacher_topk_ids": ids.to(torch.int32).numpy(),
+            "teacher_topk_logprobs": values.numpy(),
         }
 
     def finish(self, run: Run, new: Path) -> None:
@@ -75,3 +75,8 @@ class TopKExporter(Exporter):
             "model_revision": self._end.files.revision,
             "loss_mask": "completion_mask, int64 0/1",
         }
+
+
+def _listed(x: Any) -> Any:
+    """Return a matrix as a list of its rows, because Arrow converts no matrices."""
+    return list(x) if getattr(x, "ndim", 1) == 2 else x

@@ -57,6 +57,15 @@ def test_tasks_read_each_selected_sample_once(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[sample.key]["hidden_states"], right)
 
 
+def test_a_block_is_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(tmp_path)
+    store_run(open_store(url), samples_of(7))
+    [task] = HiddenStatesSource(open_run(url).select(), {}).get_read_tasks(1)
+    assert [block.num_rows for block in task()] == [7]
+    monkeypatch.setattr("hsx_dist.reading.groups.GROUP_BYTES", 150)  # an item has 58 bytes
+    assert [block.num_rows for block in task()] == [2, 2, 2, 1]
+
+
 def test_a_key_that_arrow_cannot_store_is_named(tmp_path: Path) -> None:
     url = str(tmp_path)
     store_run(open_store(url), [random_sample("ok", 5), random_sample("bad\ud800", 5)])

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -252,6 +253,34 @@ def test_the_loader_of_speculators_reads_the_exported_files(run: Run, tmp_path: 
     batch = CollateFn(64, H, dtype=torch.float32)(items[:3])
     assert batch["hidden_states"].shape == (1, 64, 3 * H)
     assert batch["error_records"] == 0
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "name"),
+    [
+        ("topk-logprobs", ExportOptions(top_k=7), "data-000000.parquet"),
+        ("saelens", ExportOptions(aux_layers=(2,), context=6), "data-00000.arrow"),
+        ("speculators", ExportOptions(aux_layers=(2,)), "data-00000-of-00001.arrow"),
+    ],
+)
+def test_rows_that_are_in_memory_together_are_bounded_by_bytes(
+    to: str, options: ExportOptions, name: str, run: Run, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample may have few or many bytes. The files have the same rows in other groups."""
+    options = replace(options, model=str(model[0]))
+
+    def groups_of(dest: str) -> list[pa.Table]:
+        export_run(run, to, tmp_path / dest, options)
+        if name.endswith(".parquet"):
+            file = pq.ParquetFile(tmp_path / dest / name)
+            return [file.read_row_group(i) for i in range(file.num_row_groups)]
+        return [pa.table(batch) for batch in pa.ipc.open_stream((tmp_path / dest / name).read_bytes())]
+
+    [whole_file] = groups_of("whole")
+    monkeypatch.setattr("hsx_dist.reading.groups.GROUP_BYTES", 100)
+    alone = groups_of("alone")
+    assert [len(group) for group in alone] == [1] * 5
+    assert pa.concat_tables(alone).equals(whole_file)
 
 
 @pytest.mark.parametrize("to", ["speculators", "saelens"])

@@ -55,6 +55,16 @@ def test_routes_are_those_of_transformers_router(hooked: HookedModel, tmp_path: 
         assert picked["routed_weights"] == weights[:, [2, 0]].tolist()
 
 
+def test_a_row_group_is_bounded_by_bytes(hooked: HookedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_with(hooked, WEIGHTED)
+    export_run(run, "routing", tmp_path / "whole")
+    monkeypatch.setattr("hsx_dist.reading.groups.GROUP_BYTES", 1000)
+    export_run(run, "routing", tmp_path / "groups")
+    whole, groups = (pq.ParquetFile(tmp_path / name / "data-000000.parquet") for name in ("whole", "groups"))
+    assert (whole.num_row_groups, groups.num_row_groups) == (1, 3)
+    assert groups.read().equals(whole.read())
+
+
 def test_weights_that_are_not_of_all_layers_are_left_out(hooked: HookedModel, tmp_path: Path) -> None:
     export_run(run_with(hooked, {**WEIGHTED, "topk_weights": (0, 2)}), "routing", tmp_path)
     assert pq.read_table(tmp_path / "data-000000.parquet").column_names == ["key", "input_ids", "routed_experts"]
