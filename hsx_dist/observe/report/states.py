@@ -86,7 +86,7 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
     def read(sample: Sample) -> tuple[Sample, np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
         if HIDDEN_STATES not in sample.points or (sample.layer_ids, sample.hidden_size) != (every_layer, hidden):
             return None
-        states, ids = _load(sample, layers)
+        states, ids = _load(sample, layers, len(samples))
         return sample, sums.add(states), ids  # not the states, which would be held until the next are read
 
     for sample, norm, ids in filter(None, read_stored(samples, read)):
@@ -156,9 +156,9 @@ def _norms(states: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return norm
 
 
-def _load(sample: Sample, layers: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """float32 ``[T, L, H]`` and int64 ``[T]`` of the sample's first tokens."""
-    token_bytes = len(layers) * sample.hidden_size * 4
+def _load(sample: Sample, layers: Sequence[int], samples: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """float32 ``[T, L, H]`` and int64 ``[T]`` of the sample's first tokens. The norms of ``samples`` are held."""
+    token_bytes = len(layers) * 4 * max(sample.hidden_size, samples)
     data = sample.load(layers, tokens=(0, max(HELD_BYTES // token_bytes, 1)), framework="numpy")
     return np.asarray(data["hidden_states"], np.float32), data["token_ids"]
 

@@ -137,6 +137,16 @@ def test_only_some_of_many_layers_are_compared(monkeypatch: pytest.MonkeyPatch):
     assert drawn == [MOST_LAYERS]
 
 
+def test_the_norms_of_all_samples_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hsx_dist.observe.report.states.HELD_BYTES", 800)
+    store = open_store(str(tmp_path))
+    keys = [f"k{i}" for i in range(8)]
+    store_run(store, [random_sample(key, 100, layer_ids=(2,), hidden_size=1, odd=False) for key in keys])
+    numbers = gather_states(Run(store), keys, [])
+    assert numbers is not None
+    assert 0 < 4 * numbers.tokens <= 800
+
+
 @pytest.mark.slow
 def test_text_of_users_is_escaped_in_the_page(small_run: Store):
     page = write_report(small_run, chosen=[HOSTILE], decode=lambda ids: ["<b>&" for _ in ids])
