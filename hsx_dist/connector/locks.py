@@ -66,7 +66,8 @@ class ObjectLocks:
     def __init__(self, folder: str | Path):
         self._folder = Path(folder)
         self._held: dict[str, _Lock] = {}
-        self._names: dict[str, str] = {}  # holder → name
+        #: Holder → name, from the holder's ``ask`` to its release, also while its lock is not held.
+        self._names: dict[str, str] = {}
         self._mutex = threading.Lock()  # ``release`` never holds it during file system calls: steps wait for ``hold``
         self._asked: queue.Queue[tuple[str, str] | None] = queue.Queue()
         self._end: float | None = None  # when the current step stops waiting for other processes
@@ -77,8 +78,13 @@ class ObjectLocks:
             self._thread.start()
 
     def ask(self, name: str, holder: str) -> None:
-        """Queue a ``hold`` of the lock on the thread; ``wait`` blocks until it is done. Does nothing after the end."""
-        if not self._closed:
+        """Queue a ``hold`` of the lock on the thread; ``wait`` blocks until it is done.
+
+        Does nothing after the end, or if the holder has asked before. If the holder is released first, the thread takes
+        no lock for it.
+        """
+        if not self._closed and holder not in self._names:
+            self._names[holder] = name  # without the mutex, which the thread holds during file system calls
             self._asked.put((name, holder))
 
     def wait(self) -> None:
@@ -155,13 +161,14 @@ class ObjectLocks:
         Raises:
             OSError: the file cannot be made.
         """
+        self._names.setdefault(holder, name)
         while not self._hold(name, holder, last=True):
             pass  # another process removed the file: make it again
 
     def _hold(self, name: str, holder: str, *, last: bool) -> bool:
         with self._mutex:
-            if holder in self._names:
-                return True
+            if self._names.get(holder) != name:
+                return True  # released since it asked: nothing would release a lock that is taken now
             lock = self._held.get(name)
             if lock is None:
                 self._check_room()
@@ -170,7 +177,6 @@ class ObjectLocks:
                     return False
                 lock = self._held[name] = _Lock(*taken)
             lock.holders.add(holder)
-            self._names[holder] = name
             return True
 
     def _check_room(self) -> None:
@@ -190,28 +196,22 @@ class ObjectLocks:
         if len(self._held) < most // 2:
             self._short = False
 
-    def _settled(self, holder: str) -> None:
-        """Block until the holder's lock is held or cannot be made. Without this, the thread could take the lock after
-        its release and hold it forever."""
-        with self._mutex:
-            taken = holder in self._names
-        if not taken:
-            self._asked.join()
-
     def pass_on(self, holder: str, to: str) -> None:
         """Transfer the lock of ``holder`` to ``to``, so that one holder stands for all waiting requests of a name."""
-        self._settled(holder)
         with self._mutex:
             name = self._names.pop(holder, None)
-            lock = self._held.get(name) if name is not None else None
-            if name is not None and lock is not None:
-                lock.holders.discard(holder)
-                lock.holders.add(to)
-                self._names[to] = name
+            if name is None:
+                return
+            lock = self._held.get(name)
+            if lock is None or holder not in lock.holders:
+                self.ask(name, to)  # the thread has not taken the lock yet
+                return
+            lock.holders.discard(holder)
+            lock.holders.add(to)
+            self._names[to] = name
 
     def release(self, holder: str, *, stored: bool) -> None:
         """Remove a holder. The last one releases the lock, and removes the lock file if there is no object."""
-        self._settled(holder)
         with self._mutex:
             name = self._names.pop(holder, None)
             lock = self._held.get(name) if name is not None else None

@@ -167,15 +167,17 @@ class StoreOutlet(Outlet):
 
     def skip(self, skip: Skip) -> None:
         super().skip(skip)
-        if skip.conflict and self._locks is not None:
-            # The request was never scheduled, so it has no lock yet. Without the lock its reader could get the other
-            # sample before the marker is stored.
-            self._locks.ask(skip.name, skip.request_id)
         if not skip.quiet:
             log.warning("hidden states of %s are not stored: %s", skip.key, skip.reason, extra={"key": skip.key})
         reason = None if skip.quiet else skip.reason
         with self._state:
-            self._requests.setdefault(skip.request_id, _Request(skip.name, chosen=True, request=skip.request))
+            expected = skip.request_id in self._requests
+            if not expected:
+                self._requests[skip.request_id] = _Request(skip.name, chosen=True, request=skip.request)
+        if skip.conflict and not expected and self._locks is not None:
+            # The request was never scheduled, so it has no lock yet. Without the lock its reader could get the other
+            # sample before the marker is stored.
+            self._locks.ask(skip.name, skip.request_id)
         self._end(skip.request_id, skip.key, skip.name, stored=False, reason=reason, conflict=skip.conflict)
 
     def prepared(self) -> None:

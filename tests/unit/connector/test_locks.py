@@ -51,8 +51,9 @@ def test_one_holder_stands_for_any_number_of_requests(tmp_path):
     locks.ask("a.safetensors", "r0")
     for i in range(1, 100):
         locks.ask("a.safetensors", f"r{i}")
-        locks.pass_on(f"r{i}", "r0")  # waits until the lock is held
+        locks.pass_on(f"r{i}", "r0")
     locks.pass_on("unknown", "r0")
+    locks.wait()
     assert (locks._held["a.safetensors"].holders, locks._names) == ({"r0"}, {"r0": "a.safetensors"})
     # Also to a request that holds no lock, or holds it no longer.
     locks.hold("a.safetensors", "s")
