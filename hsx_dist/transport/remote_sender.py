@@ -41,7 +41,7 @@ SOURCE = "writers"
 
 @dataclass(slots=True)
 class _UnsettledSource:
-    """A segment with sent pages. ``whole``: the last page was sent. ``reported``: as lost, before its last page."""
+    """A source with sent pages. ``whole``: the last page was sent. ``reported``: as lost, before its last page."""
 
     segment: Segment
     whole: bool = False
@@ -51,9 +51,8 @@ class _UnsettledSource:
 class RemoteSender:
     """A ``Sender`` of pages in ``memory``.
 
-    ``on_event`` is called from a separate thread. With a started process it gets exactly one event for every segment,
-    also if the process dies. With a ``PageServer`` it gets only the segments that could not be sent: the server reports
-    the others.
+    ``on_event`` is called from a separate thread. With a started process it gets an event for every source, also if the
+    process dies. With a ``PageServer`` it gets only the segments that could not be sent: the server reports the others.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class RemoteSender:
         self.memory: np.ndarray[Any, Any] | None = map_memory(self._ring, ring_bytes)
         self._state = threading.Condition()
         self._held: dict[int, Callable[[], None]] = {}  # by offset: frees the page's bytes
-        self._copies: dict[str, _UnsettledSource] = {}  # by source: segments that are neither stored nor lost
+        self._copies: dict[str, _UnsettledSource] = {}  # sources that are neither stored nor lost
         self._broken: set[str] = set()  # sources reported as lost before their last page
         self._closing = self._starting = False
         self._failed_at: float | None = None
@@ -132,14 +131,14 @@ class RemoteSender:
                 source = page.segment.source
                 if source in self._broken:
                     dropped.append(page)
-                    if page.last:
+                    if self._ends(page):
                         self._broken.discard(source)
                 elif peer is None or page.offset in unsendable:
                     dropped.append(page)
                     self._copies.pop(source, None)
                     why = unsendable.get(page.offset, "the process that stores hidden states does not run")
                     lost.append(Lost((page.segment,), why))
-                    if not page.last:
+                    if not self._ends(page):
                         self._broken.add(source)
                 else:
                     sent.append(detached)
@@ -152,11 +151,18 @@ class RemoteSender:
         if peer is not None and sent:
             peer.send(data if data is not None and not dropped else message(sent))
 
+    def _ends(self, page: Page) -> bool:
+        """Whether no page follows that is stored only together with this one."""
+        if not self._restarts:
+            return page.last  # a run stores each segment
+        # A started process stores a sample's columns as one object. The columns share a source and follow one another.
+        return page.ends_sample and page.segment.column == page.segment.columns - 1
+
     def _note(self, page: Page) -> None:
         """Note that a page is sent. Called with the lock held."""
         source = page.segment.source
         copy = self._copies.setdefault(source, _UnsettledSource(page.segment.bare()))
-        copy.whole = page.last
+        copy.whole = self._ends(page)
         if copy.whole and (copy.reported or not self._restarts):
             del self._copies[source]
 

@@ -136,6 +136,21 @@ def test_later_pages_of_a_lost_sample_are_dropped(outlet, tmp_path):
     np.testing.assert_array_equal(states_of(tmp_path, "a"), some())
 
 
+def test_later_columns_of_a_lost_sample_are_dropped(outlet, tmp_path):
+    columns = {"columns": 3, "request": "r"}
+    submit(outlet, "a", some(), column=0, point="p0", **columns)
+    while outlet.ring.used_bytes:
+        time.sleep(0.001)
+    os.kill(pid(), signal.SIGKILL)
+    settle(outlet)
+    for column in (1, 2):  # a new process would wait forever for the column that the ended one had
+        submit(outlet, "a", some(), column=column, point=f"p{column}", **columns)
+    submit(outlet, "b", some())
+    settle(outlet)
+    assert (outlet._writers._copies, outlet._writers._broken) == ({}, set())
+    np.testing.assert_array_equal(states_of(tmp_path, "b"), some())
+
+
 def test_samples_fail_at_once_while_the_process_cannot_start(outlet, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     os.kill(pid(), signal.SIGKILL)
