@@ -185,6 +185,27 @@ def as_bytes_view(data: Buffer) -> memoryview:
     return view.cast("B")
 
 
+class Gathered:
+    """Several buffers as one sequence of bytes. Only slices are copied."""
+
+    def __init__(self, pieces: Sequence[memoryview]):
+        self._pieces = pieces
+        self._size = sum(piece.nbytes for piece in pieces)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, which: slice) -> bytes:
+        start, stop, _ = which.indices(self._size)
+        parts: list[memoryview] = []
+        at = 0
+        for piece in self._pieces:
+            if at + piece.nbytes > start and at < stop:
+                parts.append(piece[max(0, start - at) : stop - at])
+            at += piece.nbytes
+        return b"".join(parts)
+
+
 def _view(data: Buffer) -> memoryview:
     return data.data if isinstance(data, np.ndarray) else memoryview(data)
 

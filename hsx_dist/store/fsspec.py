@@ -20,6 +20,7 @@ from hsx_dist.store.base import (
     PIECES_AT_ONCE,
     SLOWEST_BYTES_S,
     Buffer,
+    Gathered,
     ObjectInfo,
     as_bytes_view,
     check_name,
@@ -31,7 +32,6 @@ from hsx_dist.store.base import (
 )
 from hsx_dist.store.encoded import without_decoding
 from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
-from hsx_dist.store.gathered import Gathered
 from hsx_dist.store.pages import in_order, next_page, put_in_order
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class FsspecStore:
         if self._s3 and size >= 2 * _PIECE:
             # s3fs cuts slices and sends several at once: only those are copied, never the whole object.
             self._call("put", name, lambda: self._fs.pipe_file(
-                path, Gathered(pieces, size), chunksize=_PIECE, max_concurrency=PIECES_AT_ONCE, **self._limit(size)
+                path, Gathered(pieces), chunksize=_PIECE, max_concurrency=PIECES_AT_ONCE, **self._limit(size)
             ))  # fmt: skip
             return
         data = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)

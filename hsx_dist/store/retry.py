@@ -9,9 +9,22 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hsx_dist.errors import AlreadyExists, NotFound, Unavailable
-from hsx_dist.store.base import Buffer, Conditional, Folders, ObjectInfo, Store, as_bytes_view, not_conditional
+from hsx_dist.store.base import (
+    Buffer,
+    Conditional,
+    Folders,
+    Gathered,
+    ObjectInfo,
+    Store,
+    as_buffers,
+    as_bytes_view,
+    not_conditional,
+)
 
 T = TypeVar("T")
+
+#: Bytes of an object that are compared at a time.
+_PIECE = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +147,20 @@ class RetryStore:
         return self._inner.unfinished(older_than, unreadable) if isinstance(self._inner, Folders) else iter(())
 
     def _holds(self, name: str, data: bytes | Sequence[Buffer]) -> bool:
-        whole = data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data))
+        """Whether the object is ``data``. Compares pieces, because the memory may not suffice for copies of samples."""
+        whole = Gathered([as_bytes_view(buffer) for buffer in as_buffers(data)])
+        size = len(whole)
         try:
-            # Bounded: another writer's object may be of any size.
-            return self._inner.get(name, len(whole) + 1) == whole
-        except NotFound:
+            if self._inner.head(name).size != size:
+                return False
+            for start in range(0, size, _PIECE):
+                stop = min(start + _PIECE, size)
+                [found] = self._inner.get_ranges(name, [(start, stop)])
+                if bytes(found) != whole[start:stop]:
+                    return False
+        except (NotFound, ValueError):  # removed, or replaced by a shorter object
             return False
+        return True
 
     def _repeat(self, call: Callable[[], T]) -> T:
         attempts = _Attempts(self._policy, self._sleep, self._clock, self._on_retry)

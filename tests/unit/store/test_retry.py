@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, Unavailable
 from hsx_dist.store import Buffer, ObjectInfo, RetryPolicy, RetryStore
+from hsx_dist.store.local import LocalStore
 
 
 class Flaky:
@@ -137,6 +142,35 @@ def test_a_create_that_another_won_stays_a_conflict() -> None:
     store, _ = _retrying(inner)
     with pytest.raises(AlreadyExists):
         store.put_if_absent("a", b"mine")
+
+
+@pytest.mark.parametrize("theirs", ["same", "another byte", "shorter", "longer"])
+def test_a_found_object_is_compared_in_pieces(tmp_path: Path, theirs: str) -> None:
+    """A sample may have gigabytes, and several threads may lose their answers at once."""
+    size = 40 << 20
+    mine = [np.ones(size // 2, np.uint8), memoryview(b"\1" * 3), np.ones((2, size // 4), np.uint8)]
+    other = np.ones((2, size // 4), np.uint8)
+    other[1, -1] = 2
+    found = {"same": mine, "another byte": [*mine[:2], other], "shorter": mine[:2], "longer": [*mine, b"x"]}[theirs]
+
+    class Lossy(LocalStore):
+        lost = False
+
+        def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
+            if self.lost:
+                return super().put_if_absent(name, data)
+            self.lost = True
+            self.put(name, found)
+            raise Unavailable("the answer was lost")
+
+    store = RetryStore(Lossy(str(tmp_path)), sleep=Clock().sleep)
+    tracemalloc.start()
+    try:
+        with nullcontext() if theirs == "same" else pytest.raises(AlreadyExists):
+            store.put_if_absent("a", mine)
+        assert tracemalloc.get_traced_memory()[1] < size // 2
+    finally:
+        tracemalloc.stop()
 
 
 def test_an_interrupted_listing_is_continued() -> None:
