@@ -43,6 +43,7 @@ def run_stats(
             {name: float(own.variance.sum()) if name == "variance" else getattr(own, name) for name in columns}
             for own in found.layers.values()
         ]
+        del found  # before the next point is computed
     if as_json:
         print_json({"run": path, "layers": rows})
         return

@@ -38,10 +38,12 @@ from hsx_dist.store import Store
 log = get_logger(__name__)
 
 _Array = np.ndarray[Any, Any]
-#: Number of values that are converted to float64 at once: 512 rows of a hidden size of 4096.
-_VALUES = 1 << 21
+#: Number of values that are converted to float64 at once: 256 rows of a hidden size of 4096.
+_VALUES = 1 << 20
 #: Above this the object would exceed the limit for JSON objects: a channel is three float64 in base64.
 _MOST_CHANNELS = (MAX_JSON_BYTES - 4096) // 32
+#: Limit of layers times channels of a point, whose arrays take 24 bytes each. 128 layers of 65,536 channels.
+_MOST_VALUES = 1 << 23
 _ARRAYS = ("mean", "variance", "absmax")
 _NUMBERS = ("mean_norm", "rms_norm", "max_norm")
 _COUNTS = ("layer", "tokens", "samples", "non_finite", "skip_first", "hidden_size")
@@ -147,8 +149,9 @@ class _Moments:
         n = self.tokens
         if n == 0:
             raise ConfigError(f"layer {layer}: expected tokens with finite states, got none. Choose another layer")
+        self.squares /= n  # in place: all layers are in memory
         return LayerStatistics(
-            *(layer, n, samples, self.non_finite, skip_first, self.mean, self.squares / n, self.absmax),
+            *(layer, n, samples, self.non_finite, skip_first, self.mean, self.squares, self.absmax),
             *(self.norms / n, math.sqrt(self.norm_squares / n), self.max_norm, point),
         )
 
@@ -174,7 +177,8 @@ def compute_statistics(
         seed: seed for the choice of samples.
 
     Raises:
-        ConfigError: a layer or the point is not in the run, the point is ids, or no token is left.
+        ConfigError: a layer or the point is not in the run, the point is ids, no token is left, or layers times
+            elements of a row exceed 2^23.
         FormatError, NotFound: a part is damaged or missing, or rows have more than 130,944 elements.
 
     Example:
@@ -203,20 +207,28 @@ def compute_statistics(
         world_size=1,
         loss_mask="off",
         framework="numpy",
+        prefetch_bytes=64 << 20,  # the computation is slower than the reads
     )
     samples, left = 0, math.inf if max_tokens is None else max_tokens
     moments: list[_Moments] = []
     for item in data:
         states = _rows_of(item, point, run)[: int(min(left, len(item[point])))]
-        moments = moments or [_Moments(states.shape[2]) for _ in ids]
-        if states.shape[2] != (width := len(moments[0].mean)):
+        width = states.shape[2]
+        if len(ids) * width > _MOST_VALUES:
+            raise ConfigError(
+                f"{run.url}: {point}: expected at most {_MOST_VALUES} channels of all layers, got {len(ids)} layers of "
+                f"{width}. Name fewer layers (--layers)"
+            )
+        moments = moments or [_Moments(width) for _ in ids]
+        if width != len(moments[0].mean):
             raise FormatError(
-                f"{run.url}: expected rows of {width} elements, as in other samples, got {states.shape[2]} in "
+                f"{run.url}: expected rows of {len(moments[0].mean)} elements, as in other samples, got {width} in "
                 f"{item['key']!r}. Its part is of another model"
             )
         for k, own in enumerate(moments):
             own.add(states[:, k])
         samples, left = samples + 1, left - len(states)
+        del item, states  # before the next sample is read
         if left <= 0:
             break
     if not moments:

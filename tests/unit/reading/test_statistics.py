@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hsx_dist import HiddenStatesDataset
 from hsx_dist.cli.app import app
 from hsx_dist.errors import ConfigError, FormatError, RunError
 from hsx_dist.format.names import statistics_name
+from hsx_dist.reading import statistics
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.run import Run, open_run
 from hsx_dist.reading.statistics import RunStatistics, _Moments, compute_statistics, read_statistics, store_statistics
@@ -256,3 +258,23 @@ def test_rows_whose_statistics_could_not_be_stored_are_refused_before_they_are_r
     store_run(store, [random_sample("a", 1, layer_ids=(2,), hidden_size=131_072, odd=False)])
     with pytest.raises(FormatError, match="expected rows of 1 to 130944 elements"):
         compute_statistics(open_run(store.url))
+
+
+def test_statistics_of_all_layers_together_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a few KB may have thousands of layers of many channels. All their arrays are in memory at once."""
+    layers = tuple(range(10))
+    store = open_store(str(tmp_path / "run"))
+    store_run(store, [random_sample("a", 2, layer_ids=layers, hidden_size=50_000, odd=False)])
+    run = open_run(store.url)
+    monkeypatch.setattr(statistics, "_MOST_VALUES", 450_000)
+    monkeypatch.setattr(statistics, "_VALUES", 1)
+    with pytest.raises(ConfigError, match=r"at most 450000 channels .* got 10 layers of 50000\. Name fewer layers"):
+        compute_statistics(run)
+    tracemalloc.start()
+    try:
+        assert len(compute_statistics(run, layers[:9]).layers) == 9
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # The statistics, the states of two tokens as stored and as float32, and what a block takes.
+    assert peak < 450_000 * (24 + 2 * 6) + (2 << 20)
