@@ -114,6 +114,7 @@ def gather_facts(run: Run) -> RunFacts:
 
 
 def _gather(run: Run) -> RunFacts:
+    run.index  # noqa: B018 - before the manifest: a complete run then frees what the index was made of
     store, samples = run.store, run.manifest.samples.values()
     names = sorted({proof.part for s in samples for proof in s.segments})
     stored = stored_parts(store)

@@ -17,6 +17,8 @@ T = TypeVar("T")
 HELD_BYTES = 128 << 20
 #: Bytes of states, as float32, that are computed with at once. Results between take several times as much memory.
 _BLOCK_BYTES = 8 << 20
+#: Bytes of each layer's channel: its sum, mean and ratio, and the copy that a median takes; all float64.
+_SUM_BYTES = 32
 #: Tokens of a sample that are shown one by one.
 TOKENS_SHOWN = 96
 #: Number of channels that are shown.
@@ -78,7 +80,7 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
         return None
     every_layer, hidden, dtype = first
     layers = tuple(spread(every_layer, MOST_LAYERS))
-    if not layers or len(layers) * hidden * 8 > HELD_BYTES:
+    if not layers or len(layers) * hidden * _SUM_BYTES > HELD_BYTES:
         return None
     sums = _Sums(layers, hidden)
     shown: list[TokenNorms] = []
