@@ -52,7 +52,7 @@ def print_samples(path: str, options: Sequence[str], *, limit: int, as_json: boo
     )
     totals = _totals(run)
     if as_json:
-        print_json_rows({"run": path, "complete": run.complete, "samples": [], "totals": totals}, "samples", rows)
+        print_json_rows({"run": path, "complete": run.complete, "samples": [], "totals": totals}, {"samples": rows})
         return
     told = (layers_text(layers),) if layers else ()  # `hsx show` has the layers of other points
     print_table(
@@ -75,9 +75,8 @@ def print_run(path: str, options: Sequence[str], *, as_json: bool) -> None:
     info = {k: hide_secrets(v) if k in ("meaning", "settings") else v for k, v in run.info.items()}
     if as_json:
         facts = {"run": path, "complete": run.complete, "info": info, "totals": totals}
-        facts |= {"refused": [_fate(f) for f in refused], "failed": [_fate(f) for f in failed]}
-        facts["conflicts"] = list(run.index.conflicts)
-        print_json(facts)
+        facts |= {"refused": [], "failed": [], "conflicts": list(run.index.conflicts)}
+        print_json_rows(facts, {"refused": map(_fate, refused), "failed": map(_fate, failed)})
         return
     meaning = info.get("meaning", {})
     settings = info.get("settings", {})

@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
+from typing import Literal
 
 from hsx_dist.observe.console import Console
+from hsx_dist.text import printable
 
+#: Number of rows of a table in memory at once.
+_ROWS_AT_ONCE = 1000
 #: Width of printed lines, in characters, without a terminal.
 _WIDE = 1000
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = ()) -> None:
-    """Print a table. ``numbers`` names the columns that are aligned to the right. Lines are cut only on a terminal."""
+    """Print a table. ``numbers`` names the columns that are aligned to the right. Lines are cut only on a terminal.
+
+    Each page of rows is printed before the next is made, because all rows together may not fit the memory. A column is
+    at least as wide as on the page before.
+    """
     from rich import box
+    from rich.cells import cell_len
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    _console().print(table)
+    console, widths = _console(), [cell_len(column) for column in columns]
+    cells = ([printable(cell) for cell in row] for row in rows)
+    page, first = list(islice(cells, _ROWS_AT_ONCE)), True
+    while first or page:
+        following = list(islice(cells, _ROWS_AT_ONCE))
+        for row in page:
+            widths = [max(width, cell_len(cell)) for width, cell in zip(widths, row, strict=True)]
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=first)
+        for column, width in zip(columns, widths, strict=True):
+            justify: Literal["right", "left"] = "right" if column in numbers else "left"
+            table.add_column(column, justify=justify, no_wrap=True, overflow="ellipsis", min_width=width)
+        for row in page:
+            table.add_row(*row)
+        with console.capture() as printed:
+            console.print(table)
+        lines = printed.get().splitlines(keepends=True)
+        # rich puts an empty line above and below each table.
+        console.file.write("".join(lines[0 if first else 1 : -1 if following else None]))
+        page, first = following, False
 
 
 def print_facts(facts: Iterable[tuple[str, object]]) -> None:

@@ -7,7 +7,7 @@ control and format characters escaped.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 import rich.console
@@ -31,20 +31,24 @@ def print_json(value: Any, *, indent: int | None = 1, to: TextIO | None = None) 
     _write(ascii_json(value, indent=indent), to)
 
 
-def print_json_rows(document: dict[str, Any], name: str, rows: Iterable[Any]) -> None:
-    """Print as ``print_json`` of ``{**document, name: list(rows)}``, where ``document[name]`` is an empty list.
+def print_json_rows(document: dict[str, Any], rows: Mapping[str, Iterable[Any]]) -> None:
+    """Print as ``print_json`` of ``document``, with ``rows[name]`` in place of the empty list ``document[name]``.
 
-    Each row is printed before the next is made, because all rows together may not fit the memory.
+    ``rows`` has its names in the order of ``document``. Each row is printed before the next is made, because all rows
+    together may not fit the memory.
     """
-    # In the text of a member this would have a backslash before each quote.
-    before, after = ascii_json(document, indent=1).split(f'"{name}": []')
-    _write(f'{before}"{name}": [', None, end="")
-    end = "]"
-    for i, row in enumerate(rows):
-        text = ascii_json(row, indent=1).replace("\n", "\n  ")
-        _write(f"{',' if i else ''}\n  {text}", None, end="")
-        end = "\n ]"
-    _write(f"{end}{after}", None)
+    after = ascii_json(document, indent=1)
+    for name, of_name in rows.items():
+        # Only a member of the document itself is behind one space. A text has no line break.
+        before, after = after.split(f'\n "{name}": []')
+        _write(f'{before}\n "{name}": [', None, end="")
+        end = "]"
+        for i, row in enumerate(of_name):
+            text = ascii_json(row, indent=1).replace("\n", "\n  ")
+            _write(f"{',' if i else ''}\n  {text}", None, end="")
+            end = "\n ]"
+        _write(end, None, end="")
+    _write(after, None)
 
 
 def _write(text: str, to: TextIO | None, end: str = "\n") -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tracemalloc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hsx_dist.cli import inspect, main
+from hsx_dist.cli import inspect, main, tables
+from hsx_dist.cli.tables import print_table
 from hsx_dist.format.codecs import Codec, NoneCodec, SplitCodec, resolve_codec
 from hsx_dist.format.manifest import Receipt, RowFate
 from hsx_dist.format.names import receipt_name
@@ -124,10 +126,11 @@ def test_rows_are_printed_one_at_a_time_as_one_document(capsys: pytest.CaptureFi
 
     for count in (0, 1, 3):
         printed = ""
-        head = {"run": '"samples": []', "samples": [], "totals": {"x": 1}}
-        print_json_rows(head, "samples", rows(count))
+        inner = {"samples": [], "failed": []}
+        head = {"run": '"samples": []', "info": inner, "samples": [], "totals": {"x": 1}, "failed": [], "end": inner}
+        print_json_rows(head, {"samples": rows(count), "failed": iter([2, inner])})
         printed += capsys.readouterr().out
-        print_json({**head, "samples": list(rows(count))})
+        print_json({**head, "samples": list(rows(count)), "failed": [2, inner]})
         assert printed.endswith(capsys.readouterr().out)
 
 
@@ -162,6 +165,54 @@ def test_show_sample(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert (high["zero_rows"], high["not_finite"], high["max_norm"]) == (0, 1, pytest.approx(3 * np.sqrt(HIDDEN)))
     assert hsx("show", run, "a/b c") == 0
     assert "[12, 3, 16]" in capsys.readouterr().out
+
+
+def test_all_rows_of_a_run_are_not_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Out(io.StringIO):
+        """Keeps no text."""
+
+        lines = 0
+
+        def write(self, text: str) -> int:
+            self.lines += text.count("\n")
+            return len(text)
+
+    count = 3000
+    fates = {f"k{i}": RowFate(f"k{i}", i, "failed", "", 0) for i in range(count)}
+    store = MemoryStore()
+    store_run(store, [random_sample("a", 2, layer_ids=LAYERS, hidden_size=2)])
+    run = Run(store)
+    run.index.failed = fates
+    monkeypatch.setattr(inspect, "open_run", lambda *_, **__: run)
+    monkeypatch.setattr(tables, "_ROWS_AT_ONCE", 10)
+
+    def peak(command: Callable[[], object]) -> int:
+        monkeypatch.setattr("sys.stdout", out := Out())
+        command()  # imports
+        assert out.lines > count
+        tracemalloc.start()
+        try:
+            command()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(lambda: inspect.print_run("", (), as_json=True)) < 200 * count
+    assert peak(lambda: print_table(("n", "text"), ((i, "a" * 20) for i in range(count)))) < 200 * count
+
+
+def test_pages_of_a_table_are_one_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [[text, i] for i, text in enumerate(["a", "bbbb\n", "\x85c", "d", "e"])]
+    printed = []
+    for count in (0, 3, 4, 5):
+        for at_once in (1000, 2):
+            monkeypatch.setattr(tables, "_ROWS_AT_ONCE", at_once)
+            print_table(("name", "long name"), rows[:count], numbers=("long name",))
+            printed.append(capsys.readouterr().out)
+        assert printed[-2] == printed[-1]
+    monkeypatch.setattr(tables, "_ROWS_AT_ONCE", 1)
+    print_table(("name", "number"), [("a", 1), ("longer text", 2)], numbers=("number",))
+    assert "longer text" in capsys.readouterr().out
 
 
 def test_show_of_a_missing_or_refused_sample_prints_the_reason(run: str, capsys: pytest.CaptureFixture[str]) -> None:
