@@ -208,7 +208,7 @@ def _receipt(b: _Json) -> Receipt:
         segments=segments,
         rows=tuple(map(_fate, b["rows"])),
         created=_text(b["created"], "created"),
-        void=tuple(_text(part, "void") for part in b.get("void", ())),
+        void=tuple(map(_lost_part, b.get("void", ()))),
     )
     if not WRITER.fullmatch(receipt.writer):
         raise ValueError(f"writer: expected a writer's name, got {receipt.writer[:80]!r}")
@@ -304,6 +304,12 @@ def _fate(row: Any) -> RowFate:
         _count(tries, "rows: tries", _LARGEST_ROW),
         _text(content, "rows: content"),
     )
+
+
+def _lost_part(name: Any) -> str:
+    if not _PART.fullmatch(_text(name, "void")) or parse_part_name(name) is None:
+        raise ValueError(f"void: expected names of parts, got {shown(name)}")
+    return str(name)
 
 
 def _count(value: Any, name: str, most: int, least: int = 0) -> int:

@@ -299,3 +299,13 @@ def test_a_receipt_names_only_a_part_that_its_writer_stored(part: str) -> None:
     assert Receipt.from_json(receipt.to_json()) == receipt
     with pytest.raises(FormatError, match="expected the name of a part of writer w, got"):
         Receipt.from_json(dataclasses.replace(receipt, part=part).to_json())
+
+
+@pytest.mark.parametrize("void", [["a"], ["data/a"], [7], [f"data/part-0001-w-000001={'a' * 1024}.safetensors"]])
+def test_lost_parts_have_names_of_parts(void: list[Any]) -> None:
+    """Names of a few characters would take many times their bytes."""
+    body = json.loads(_example().to_json())["receipt"]
+    with pytest.raises(FormatError, match="void: expected"):
+        Receipt.from_json(sealed(body | {"void": void}))
+    names = [part_name(1, "w-0", 1), part_name(2, "w-0", 1, "a%20b")]
+    assert Receipt.from_json(sealed(body | {"void": names})).void == tuple(names)
