@@ -306,9 +306,9 @@ def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
     complete = read_complete(store)
     if complete is None:
         return  # ``load_manifest`` has read them
-    compacted = {receipt_name(*r.id): r for r in read_compacted(store, complete)}
     found = {info.name: info.size for info in store.list("manifest/") if parse_receipt_name(info.name) is not None}
-    for name, receipt in sorted(compacted.items()):
+    for receipt in read_compacted(store, complete):  # one at a time: all would take the manifest's memory again
+        name = receipt_name(*receipt.id)
         if name not in found:
             yield name, "expected a receipt, as in the compacted manifest, got no object"
             continue

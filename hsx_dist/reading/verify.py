@@ -159,18 +159,38 @@ def verify_run(
     with place.reading():
         try:
             complete = read_complete(place.store)
-            manifest = Manifest(receipts_after(place.store, complete))
+            manifest, wrong = _read(place.store, complete)
         except (NotFound, FormatError) as e:
             report.problems.append(Problem("", str(e)))
         else:
-            _check_run(place, manifest, complete, report, known, on_part, workers, sample, seed)
+            _check_run(place, manifest, wrong, report, known, on_part, workers, sample, seed)
     return report
+
+
+def _read(store: Store, complete: Mapping[str, Any] | None) -> tuple[Manifest, list[str]]:
+    """Read the manifest, and compare the counts of the attempt that completed the run with its receipts.
+
+    ``complete`` is read before the receipts. A later attempt may have receipts by then, which are read last. The counts
+    are taken before those are added: a second manifest would take the same memory again.
+    """
+    manifest, here = Manifest(), dict[str, int]()
+    for receipt in receipts_after(store, complete):
+        if complete is not None and not here and receipt.attempt > complete["attempt"]:
+            here = count(manifest)
+        manifest.add(receipt)
+    if complete is None:
+        return manifest, []
+    here = here or count(manifest)
+    told = {name: value for name, value in complete["counts"].items() if here.get(name, value) != value}
+    return manifest, [
+        f"completed attempt: expected {value} {name}, got {here[name]} in its receipts" for name, value in told.items()
+    ]
 
 
 def _check_run(
     place: Place,
     manifest: Manifest,
-    complete: Mapping[str, Any] | None,
+    wrong: Sequence[str],
     report: VerifyReport,
     known: _SoundParts,
     on_part: Callable[[str, Sequence[Problem]], None] | None,
@@ -204,7 +224,7 @@ def _check_run(
         report.problems.extend(Problem(name, message) for name, message in check_receipts(store))
     except FormatError as e:
         report.problems.append(Problem("", str(e)))
-    report.problems.extend(Problem("", message) for message in _check_counts(manifest, complete))
+    report.problems.extend(Problem("", message) for message in (*manifest.conflicts, *wrong))
     report.problems.extend(Problem(name, message) for name, message in damaged_statistics(store))
     if not manifest.receipts:
         report.problems.extend(Problem("", message) for message in _objects_of_no_run(place))
@@ -395,15 +415,3 @@ def _check_samples(store: Store, manifest: Manifest, sound: set[str]) -> Iterato
                 continue  # removed after use
             except HsxError as e:
                 yield Problem(min(parts), str(e))
-
-
-def _check_counts(manifest: Manifest, complete: Mapping[str, Any] | None) -> Iterator[str]:
-    """``complete`` was read before ``manifest``: an attempt that completes the run later has receipts that are not in
-    it."""
-    yield from manifest.conflicts
-    if complete is None:
-        return
-    here = count(Manifest(r for r in manifest.receipts if r.attempt <= complete["attempt"]))
-    for name, told in complete["counts"].items():
-        if name in here and here[name] != told:
-            yield f"completed attempt: expected {told} {name}, got {here[name]} in its receipts"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,11 @@ from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format import container_write
 from hsx_dist.format.codecs import ZstdCodec
 from hsx_dist.format.container import Part
+from hsx_dist.format.manifest import Receipt, RowFate
 from hsx_dist.format.names import complete_name
 from hsx_dist.format.place import start_run
-from hsx_dist.format.runs import read_complete
+from hsx_dist.format.receipt_log import ReceiptLog
+from hsx_dist.format.runs import load_manifest, read_complete, take_attempt, write_complete
 from hsx_dist.page import Segment, token_hash
 from hsx_dist.reading import Run
 from hsx_dist.reading.verify import verify_run
@@ -232,3 +235,35 @@ def test_a_part_with_other_layers_than_the_run_lists_is_named(layers: list[int])
     if problems:
         assert "only one of the two has layer" in problems[0].message
         assert problems[0].part.startswith("data/")
+
+
+def test_receipts_of_a_complete_run_are_in_memory_once() -> None:
+    def row(i: int) -> RowFate:
+        return RowFate(f"row-{i}", i, "failed", "", 0)
+
+    def receipt(rows: Iterable[RowFate]) -> Receipt:
+        return Receipt(1, "driver", 1, None, 0, "00000000", 0, 0, (), tuple(rows), "")
+
+    store = MemoryStore()
+    place = start_run(store, {"meaning": {"model": "tiny", "layers": []}, "settings": {}})
+    take_attempt(place.store, {})
+    first = ReceiptLog(place.store, 1, "driver")
+    for k in range(8):
+        first.append(receipt(row(1000 * k + i) for i in range(1000)))
+    write_complete(place.store, 1, load_manifest(place.store), {})
+    take_attempt(place.store, {})
+    ReceiptLog(place.store, 2, "driver").append(receipt([row(9999)]))
+    tracemalloc.start()
+    try:
+        held = load_manifest(place.store)
+        once = tracemalloc.get_traced_memory()[0]
+        assert len(held.failed) == 8001
+        del held
+        gc.collect()  # a manifest refers to itself
+        tracemalloc.reset_peak()
+        report = verify_run(store)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert report.problems == []
+    assert peak < 1.6 * once
