@@ -15,6 +15,7 @@ from hsx_dist.format.codecs.fp8_token import Fp8TokenCodec
 from hsx_dist.format.codecs.none import NoneCodec
 from hsx_dist.format.codecs.split import SplitCodec
 from hsx_dist.format.codecs.zstd import ZstdCodec
+from hsx_dist.format.json_objects import shown
 from hsx_dist.page import FLOATS
 
 #: Name → class. The keys of ``to_dict`` besides ``name`` are the class's arguments.
@@ -105,14 +106,14 @@ def codec_from_dict(d: Mapping[str, Any]) -> Codec:
 
 def resolve_codec(value: str | Mapping[str, Any]) -> Codec:
     """The codec that a user asked for: ``"split"`` or ``{"name": "zstd", "level": 3}``. ``ConfigError`` otherwise."""
-    d: Mapping[str, Any] = {"name": value} if isinstance(value, str) else value
+    d: Mapping[str, Any] = value if isinstance(value, Mapping) else {"name": value}
     name = d.get("name")
     try:
         if not isinstance(name, str) or _find(name) is None:
-            near = difflib.get_close_matches(str(name), CODECS, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(shown(name), CODECS, n=1, cutoff=0.5)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ConfigError(
-                f"codec: expected one of {', '.join(sorted(CODECS))}, got {name!r}{hint}. Choose one of them"
+                f"codec: expected one of {', '.join(sorted(CODECS))}, got {shown(name)}{hint}. Choose one of them"
             )
         return codec_from_dict(d)
     except FormatError as e:

@@ -352,3 +352,10 @@ def test_a_wrong_codec_name_raises_with_the_nearest_name() -> None:
         resolve_codec("splt")
     with pytest.raises(ConfigError, match="level"):
         resolve_codec({"name": "zstd", "level": 0})
+
+
+@pytest.mark.parametrize(("value", "got"), [([1], "a list of 1"), (None, "None"), (7, "7"), ({"name": [1]}, "a list")])
+def test_a_codec_of_another_type_is_named(value: Any, got: str) -> None:
+    """A stored ``run.json`` may have any value there."""
+    with pytest.raises(ConfigError, match=f"codec: expected one of fp8-token, .*, got {got}"):
+        resolve_codec(value)
