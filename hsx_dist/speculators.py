@@ -25,6 +25,7 @@ from hsx_dist.format.part_request import layer_list
 from hsx_dist.new_process import begin_process
 from hsx_dist.page import token_hash
 from hsx_dist.reading import Run, open_run
+from hsx_dist.reading.arguments import path_text
 from hsx_dist.reading.load import answered_identity, load_object
 from hsx_dist.reading.whole import require_whole
 from hsx_dist.store import Store
@@ -247,6 +248,8 @@ class HsxBackend(HiddenStatesBackend):  # type: ignore[misc]
             options = parse_storage_options([f"hsx-storage-options={args.hsx_storage_options}"])["hsx-storage-options"]
             if not isinstance(options, dict):
                 raise ConfigError(f"--hsx-storage-options: expected a JSON object, got a {type(options).__name__}")
+        for name, value in (("--hsx-run", args.hsx_run), ("--hsx-storage-path", args.hsx_storage_path)):
+            path_text(name, value or "")
         return HsxTransfer(args.hsx_run, layers, options, storage_path=args.hsx_storage_path)
 
     @staticmethod
@@ -259,7 +262,9 @@ class HsxBackend(HiddenStatesBackend):  # type: ignore[misc]
         return {
             "kv_connector": "HiddenStatesConnector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": args.hsx_storage_path},
+            "kv_connector_extra_config": {
+                "shared_storage_path": path_text("--hsx-storage-path", args.hsx_storage_path)
+            },
         }
 
 

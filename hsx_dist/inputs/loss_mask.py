@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hsx_dist.errors import InputError
-from hsx_dist.inputs.rendered import texts_of
+from hsx_dist.inputs.rendered import has_end_of, texts_of
 from hsx_dist.inputs.row_values import shown
 
 #: (messages, whether the header of an answer follows them) → text
@@ -116,7 +116,7 @@ def _has_end_of(message: dict[str, Any], rendered: str) -> bool:
     if message.get("tool_calls"):
         return True  # many templates leave out the text next to a call
     texts = texts_of(message.get("content"))
-    return not texts or texts[-1].strip().rpartition("\n")[2][-_TAIL:] in rendered
+    return not texts or has_end_of(texts[-1], rendered, _TAIL)
 
 
 def _common(a: str, b: str) -> int:

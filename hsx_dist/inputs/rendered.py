@@ -17,12 +17,14 @@ _FOUND = re.compile(r"hsx\d+(?:text|part|call|tool)\d+mark")
 #: A part's mark in the Python code of a list.
 _AS_CODE = re.compile(r"(?:'text': |\[|, )'hsx\d+part\d+mark'")
 
-#: Thoughts at the beginning of a text: of Qwen3 and DeepSeek, EXAONE Deep, Magistral, Seed-OSS.
+#: Thoughts at the beginning of a text: of Qwen3 and DeepSeek, EXAONE Deep, Magistral, Seed-OSS, Reka.
 _THOUGHT = re.compile(
-    r"\A\s*(?:<think>.*?</think>|<thought>.*?</thought>|\[THINK\].*?\[/THINK\]|<seed:think>.*?</seed:think>)", re.DOTALL
+    r"\A\s*(?:<think>.*?</think>|<thought>.*?</thought>|\[THINK\].*?\[/THINK\]|<seed:think>.*?</seed:think>"
+    r"|<reasoning>.*?</reasoning>)",
+    re.DOTALL,
 )
 #: Switches of Qwen3, SmolLM3, Nemotron and GLM, which templates remove from texts.
-_SWITCH = re.compile(r"(?<!\S)/(?:no_?)?think(?!\S)")
+_SWITCH = re.compile(r"(?<!\S)/(?:(?:no_?)?think|system_override)(?!\S)")
 _WITHOUT_SPACE = dict.fromkeys(i for i in range(0x3001) if chr(i).isspace())
 #: Templates write texts of these roles at the beginning of the prompt, also those of later messages.
 _SYSTEM = ("system", "developer")
@@ -150,11 +152,22 @@ def _first_missing(texts: list[Text], prompt: str) -> int:
     """Return the message whose text is not in ``prompt`` after the texts before it, or -1."""
     end = 0
     for i, text in texts:
-        for piece in filter(None, map(str.strip, _SWITCH.split(_THOUGHT.sub("", text)))):
+        for piece in _pieces_of(text):
             end = _end_of(_forms_of(piece), prompt, end)
             if end < 0:
                 return i
     return -1
+
+
+def has_end_of(text: str, rendered: str, length: int) -> bool:
+    """Whether ``rendered`` has the last ``length`` characters of what a template must keep of ``text``."""
+    pieces = _pieces_of(text)
+    return not pieces or _end_of(_forms_of(pieces[-1][-length:]), rendered.translate(_WITHOUT_SPACE), 0) >= 0
+
+
+def _pieces_of(text: str) -> list[str]:
+    """Return what a template must keep of a text: no thoughts at its beginning, and no switches."""
+    return [piece for piece in map(str.strip, _SWITCH.split(_THOUGHT.sub("", text))) if piece]
 
 
 def _forms_of(piece: str) -> list[str]:

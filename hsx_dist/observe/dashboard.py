@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from hsx_dist.config.urls import check_no_credentials
 from hsx_dist.observe.panels import ALERTS, ROWS, Panel
 from hsx_dist.store.output_file import output_file, writable
 
@@ -99,6 +100,7 @@ def prometheus_rule() -> dict[str, Any]:
 
 def write_dashboards(folder: Path) -> list[Path]:
     """Write ``hsx-grafana.json``, ``hsx-alerts.yml`` and ``hsx-prometheusrule.yaml`` into ``folder``."""
+    check_no_credentials(str(folder))
     with writable(folder, "folder"):
         folder.mkdir(parents=True, exist_ok=True)
     files = {

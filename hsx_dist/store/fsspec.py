@@ -6,7 +6,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -325,7 +325,11 @@ class FsspecStore:
         for name, info in sorted(names, key=lambda item: item[0]):
             if info["type"] == "file" and not name.endswith("/"):
                 # Listings of some file systems have no sizes, such as an HTTP server's page of links.
-                yield self.head(name) if info["size"] is None else ObjectInfo(name, int(info["size"]))
+                if info["size"] is not None:
+                    yield ObjectInfo(name, int(info["size"]))
+                    continue
+                with suppress(NotFound):  # deleted since
+                    yield self.head(name)
 
     def _walk(self, prefix: str, start: str) -> Iterator[Mapping[str, Any]]:
         """Yield every file below the folder ``start``.

@@ -8,6 +8,7 @@ from html import unescape
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
+from hsx_dist.config.urls import public_url
 from hsx_dist.errors import NotFound, StoreError
 from hsx_dist.store.base import ObjectInfo, check_name
 from hsx_dist.store.fsspec import FsspecStore
@@ -45,25 +46,31 @@ class HttpStore(FsspecStore):
         yield from super()._list_any(prefix)
 
     def _require_listings(self, prefix: str) -> None:
-        """Raise ``StoreError`` unless the root's page names the known object, or anything if none is known."""
+        """Raise ``StoreError`` unless the root's page names the known object, or anything if none is known.
+
+        Some servers link to files plainly, and to folders by a query or without a slash at the end. Then folders are
+        missing, or look like objects. So before a folder is listed, the root's page must link to some folder.
+        """
         known = self._known
         needed = "".join(known.partition("/")[:2]) if known else None
         folder, slash, _ = prefix.partition("/")
         try:
             found = {str(info["name"])[len(self._root) + 1 :] for info in self._listed(prefix, self._root)}
-            got = f"a page without a link to {needed}" if needed else "a page without links"
         except NotFound:
-            found, got = set[str](), "404"
-        # A link without a slash at its end is taken for an object's.
-        like_an_object = bool(slash) and folder in found
-        if like_an_object:
-            got = f"a link to {folder} without a slash at its end"
-        if like_an_object or not found or (needed and needed not in found):
-            raise StoreError(
-                f"list {self.url}/{prefix}: expected a server that lists folders, got {got} at {self.url}. Use a "
-                "server that lists them, or copy the run to a folder"
-            )
+            raise self._lists_nothing(prefix, "404", self.url) from None
+        if slash and folder in found:
+            raise self._lists_nothing(prefix, f"a link to {folder} without a slash at its end", self.url)
+        if needed and needed not in found:
+            raise self._lists_nothing(prefix, f"a page without a link to {needed}", self.url)
+        if slash and not any(name.endswith("/") for name in found):
+            raise self._lists_nothing(prefix, "a page without links to folders", self.url)
         self._lists_folders = known is not None
+
+    def _lists_nothing(self, prefix: str, got: str, url: str) -> StoreError:
+        return StoreError(
+            f"list {self.url}/{prefix}: expected a server that lists folders, got {got} at {public_url(url)}. Use a "
+            "server that lists them, or copy the run to a folder"
+        )
 
     def _listed(self, prefix: str, folder: str) -> Sequence[Mapping[str, Any]]:
         """List ``folder`` with the names that were written. A page has them percent-encoded, and HTML-escaped."""
@@ -72,6 +79,9 @@ class HttpStore(FsspecStore):
         longest = self._limit(patience=10 * self._patience)
         page: bytes = self._call("list", prefix, lambda: self._fs.cat_file(url, **longest))
         names = dict.fromkeys(_names_in(page, url))
+        if not names:
+            # An object store has no empty folder. The page may be a log-in page, or ask to wait.
+            raise self._lists_nothing(prefix, "a page without links", url)
         return [
             {"name": f"{folder}/{name}", "size": None, "type": "directory" if name.endswith("/") else "file"}
             for name in names

@@ -30,7 +30,7 @@ def zeros(rng: random.Random, folder: Path) -> list[Read]:
     """Samples of zeros. One of them may have other tokens and channels, so that a batch cannot have all."""
     run = LocalStore(folder / "run")
     codec = resolve_codec(rng.choice(["zstd", "split"]))
-    count = 1 << rng.randrange(3, 8)
+    count = 1 << rng.randrange(4, 8)
     values = TOTAL // count // 2
     layers = 1 << rng.randrange(6)
     tokens = 1 << rng.randrange(max((values // layers).bit_length() - 2, 1))
@@ -40,13 +40,13 @@ def zeros(rng: random.Random, folder: Path) -> list[Read]:
     testing_runs.store_run(run, samples, per_part=rng.choice([1, 20]), codec=codec, version=1)
     out = str(folder / "exported")
     data = partial(HiddenStatesDataset, run.url)
-    batch: Any = min(count, 4)
+    batch: Any = count // 8
     return [
         *commands(folder),
         *(partial(run_command, ["export", run.url, out + to, "--to", to, "--num-layers", "99"]) for to in EXPORTERS),
         lambda: pad(list(islice(data(), batch))),
         lambda: pack(list(islice(data(), batch))),
-        lambda: list(islice(PackedContexts(data(), 1, 128), 2)),
+        lambda: list(islice(PackedContexts(data(), 1, 8), 2)),
         lambda: list(islice(TokenBatches(data(), 4), 3)),
     ]
 

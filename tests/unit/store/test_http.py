@@ -134,7 +134,7 @@ def test_a_range_of_several_requests_that_is_too_long_is_an_error_of_the_store()
 
 @pytest.mark.parametrize(
     ("handler", "got"),
-    [(WithoutFolders, "404"), (Blank, "without a link to below/"), (Welcome, "without a link to below/")],
+    [(WithoutFolders, "404"), (Blank, "a page without links"), (Welcome, "without a link to below/")],
 )
 def test_a_server_that_lists_no_folders_is_refused(folder: Path, handler: type[Whole], got: str) -> None:
     with served(folder, handler) as store:
@@ -150,6 +150,49 @@ def test_a_server_whose_links_to_folders_have_no_slash_is_refused(folder: Path) 
         store.get("run.json", 100)
         with pytest.raises(StoreError, match="got a link to below without a slash at its end"):
             list(store.list("below/"))
+
+
+def test_a_server_that_links_to_folders_by_a_query_is_refused(folder: Path) -> None:
+    class ByQuery(Welcome):
+        page = b'<a href="?dir=run/below">below</a> <a href="run.json">run.json</a>'
+
+    (folder / "run" / "run.json").write_bytes(b"{}")
+    with served(folder, ByQuery) as store:
+        store.get("run.json", 100)
+        with pytest.raises(StoreError, match="got a page without links to folders"):
+            list(store.list("below/"))
+
+
+def test_a_page_without_links_is_no_empty_folder(folder: Path) -> None:
+    """It may be a log-in page."""
+
+    class Late(Welcome):
+        page = b'<a href="/login">in</a>'
+
+        def list_directory(self, path: str | PathLike[str]) -> BytesIO:
+            listing = Whole.list_directory if str(path).rstrip("/").endswith("run") else Welcome.list_directory
+            found = listing(self, path)
+            assert found is not None
+            return found
+
+    with served(folder, Late) as store:
+        store.head("below/part")
+        with pytest.raises(StoreError, match=r"got a page without links at .*below"):
+            list(store.list())
+
+
+def test_an_object_that_is_deleted_during_a_listing_is_left_out(folder: Path) -> None:
+    class Deleting(Whole):
+        def list_directory(self, path: str | PathLike[str]) -> BytesIO | None:
+            found = super().list_directory(path)
+            (folder / "run" / "below" / "gone").unlink(missing_ok=True)
+            return found
+
+    with served(folder, Deleting) as store:
+        store.head("below/part")
+        list(store.list("below/"))
+        (folder / "run" / "below" / "gone").write_bytes(b"a")
+        assert [info.name for info in store.list("below/")] == ["below/part"]
 
 
 @pytest.mark.parametrize("handler", [WithoutFolders, Blank])
