@@ -111,7 +111,7 @@ def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool, 
     run = open_run(path, storage_options=parse_storage_options(options))
     decode = choose_decoder(tokenizer, run.info)
     sample = run[key]
-    points = {name: _point_facts(sample, name) for name in sample.points}
+    points = {name: _point_facts(sample, name, point) for name, point in sample.points.items()}
     facts: dict[str, Any] = {
         "key": sample.key,
         "tokens": sample.num_tokens,
@@ -139,15 +139,14 @@ def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool, 
         _print_norms(point["layers"])
 
 
-def _point_facts(sample: Sample, name: str) -> dict[str, Any]:
+def _point_facts(sample: Sample, name: str, point: StoredPoint) -> dict[str, Any]:
     """Return shape and norms of a point of a sample. Ids have no norms."""
-    point = sample.points[name]
     return {
         "shape": [sample.num_tokens, len(point.layers), point.width],
         **({"heads": point.heads} if point.heads else {}),
         "dtype": point.dtype,
         "layer_ids": list(point.layers),
-        "layers": _layer_norms(sample, name) if point.dtype in FLOATS else [],
+        "layers": _layer_norms(sample, name, point) if point.dtype in FLOATS else [],
     }
 
 
@@ -175,9 +174,9 @@ def _print_norms(norms: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def _layer_norms(sample: Sample, name: str) -> list[dict[str, Any]]:
+def _layer_norms(sample: Sample, name: str, point: StoredPoint) -> list[dict[str, Any]]:
     """Return statistics of the rows' Euclidean norms over all tokens, for each layer of a point."""
-    point, chunk = sample.points[name], min(sample.chunk_tokens, sample.num_tokens)
+    chunk = min(sample.chunk_tokens, sample.num_tokens)
     row_bytes = point.width * itemsize(point.dtype)
     # Several layers at once: an object of one sample is stored token by token, so that each load reads all layers.
     at_once = max(_BYTES_AT_ONCE // (chunk * row_bytes + _Totals.BYTES * point.width), 1)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hsx_dist.cli.export import parse_layers
 from hsx_dist.cli.tables import print_table
 from hsx_dist.config import parse_storage_options
+from hsx_dist.errors import ConfigError
 from hsx_dist.layers import is_all, resolve_layers
 from hsx_dist.observe.console import print_json
 from hsx_dist.page import HIDDEN_STATES
@@ -14,6 +15,8 @@ from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.statistics import compute_statistics, store_statistics
 
 _COLUMNS = ("layer", "tokens", "samples", "non_finite", "mean_norm", "rms_norm", "max_norm", "norm_factor", "variance")
+#: Limit of the points that are chosen without ``--points``.
+_MOST_POINTS = 64
 
 
 def run_stats(
@@ -65,6 +68,8 @@ def _points_of(run: Run) -> list[str]:
     """Return the hidden states, or all points except ids if the run has no hidden states."""
     points = run.at(0).points if len(run) and not run.layer_ids else {}
     others = [name for name, point in points.items() if point.dtype != "int32"]
+    if len(others) > _MOST_POINTS:  # each point reads the samples again
+        raise ConfigError(f"{run.url}: expected at most {_MOST_POINTS} points, got {len(others)}. Name some (--points)")
     return others if others and HIDDEN_STATES not in points else [HIDDEN_STATES]
 
 

@@ -61,15 +61,24 @@ class _Act:
 
     ``markers``: name → the marker to store, None to remove it; at most the failure and the conflict marker.
     ``failed``: hash → key of requests that store nothing. ``looks``: the samples of all merged requests are stored.
+    ``clears``: a later request uses the name, so the object is not compared with requests that failed before.
     """
 
     markers: dict[str, bytes | None]
     failed: dict[str, str]
-    looks: bool
+    looks: bool = False
+    clears: bool = False
 
     def and_then(self, later: _Act) -> _Act:
-        failed = islice((self.failed | later.failed).items(), ENOUGH_FAILED)
-        return _Act(self.markers | later.markers, dict(failed), self.looks and later.looks)
+        before = {} if later.clears else self.failed
+        failed = islice((before | later.failed).items(), ENOUGH_FAILED)
+        clears = self.clears or later.clears
+        return _Act(self.markers | later.markers, dict(failed), self.looks and later.looks, clears)
+
+    @property
+    def hastens(self) -> bool:
+        """Whether readers wait for the removal of a marker."""
+        return self.looks or self.clears
 
     @property
     def only_removes(self) -> bool:
@@ -143,16 +152,23 @@ class Markers:
             if len(self._marked) > _REMEMBERED:
                 self._marked.popitem(last=False)
         more = {"until_stored": True} if is_of_a_key(name) else {}
-        self._put(name, {marker_name(name): self._body(key, reason, **more)}, _failed(key, name, requests), holder)
+        markers: dict[str, bytes | None] = {marker_name(name): self._body(key, reason, **more)}
+        self._put(name, _Act(markers, _failed(key, name, requests)), holder)
 
     def conflict(self, key: str, name: str, reason: str, *, holder: str = "") -> None:
         """Store the conflict marker of ``name``."""
-        self._put(name, {conflict_name(name): self._body(key, reason, conflict=True)}, {}, holder)
+        self._put(name, _Act({conflict_name(name): self._body(key, reason, conflict=True)}, {}), holder)
 
     def clear(self, name: str) -> None:
-        """Remove the failure marker of ``name``, which describes an earlier request."""
-        self._unmark(name)
-        self._put(name, {marker_name(name): None}, {}, "")
+        """Remove the failure marker that this process remembers or makes, because a later request uses ``name``.
+
+        Call it before the later request's object can be stored. Otherwise that object, compared with the earlier
+        request, would be a conflict.
+        """
+        with self._lock:
+            failed = self._marked.pop(object_name(name), self) is None or name in self._names
+        if failed:
+            self._put(name, _Act({marker_name(name): None}, {}, clears=True))
 
     def stored(
         self,
@@ -169,12 +185,7 @@ class Markers:
         changes. It releases the caller's claim, which bounds the number of waiting names.
         """
         self._unmark(name)
-        self._put(name, {marker_name(name): None}, _failed(key, name, requests), holder, after)
-
-    def failed(self, name: str) -> bool:
-        """Whether this process remembers a failure marker of the name. Conflict markers do not count."""
-        with self._lock:
-            return object_name(name) in self._marked
+        self._put(name, _Act({marker_name(name): None}, _failed(key, name, requests), looks=True), holder, after)
 
     @property
     def pending(self) -> int:
@@ -200,16 +211,9 @@ class Markers:
             body["expires"] = round(time.time() + self._ttl)
         return json.dumps(body).encode()
 
-    def _put(
-        self,
-        name: str,
-        markers: dict[str, bytes | None],
-        failed: dict[str, str],
-        holder: str,
-        after: Callable[[], None] | None = None,
-    ) -> None:
-        """``after``: see ``stored``; None unless the request is stored."""
-        act = _Act(markers, failed, looks=after is not None)
+    def _put(self, name: str, act: _Act, holder: str = "", after: Callable[[], None] | None = None) -> None:
+        """``after``: see ``stored``."""
+        markers = act.markers
         with self._lock:
             entry = self._names.get(name)
             # A stored sample's change is never refused: an earlier marker may hide the sample. ``after`` bounds these.
@@ -224,7 +228,7 @@ class Markers:
                 self._set(entry, act if entry.act is None else entry.act.and_then(act))
                 if idle or self._kept.pop(name, None) is not None:
                     self._start(name, entry)
-                elif act.looks and entry.ticket is not None and not entry.ahead:
+                elif act.hastens and entry.ticket is not None and not entry.ahead:
                     # The name waits in the pool for failures. Queue it in the other pool too: the first free thread
                     # of either pool begins.
                     entry.ahead = True
@@ -252,7 +256,7 @@ class Markers:
 
     def _start(self, name: str, entry: _PendingName) -> None:
         self._running += 1
-        entry.ticket, entry.ahead = object(), entry.act is not None and entry.act.looks
+        entry.ticket, entry.ahead = object(), entry.act is not None and entry.act.hastens
         (self._looks if entry.ahead else self._failures).submit(self._work, name, entry.ticket)
 
     def _work(self, name: str, ticket: object) -> None:
@@ -264,7 +268,7 @@ class Markers:
             assert act is not None
             self._set(entry, None)
         try:
-            self._do(name, act, again=entry.refused < _DAMAGED)
+            self._do(name, act, entry)
             done = True
         except Exception as e:
             done = False
@@ -340,8 +344,9 @@ class Markers:
                 for name in [name for name, entry in self._kept.items() if entry.due <= now]:
                     self._start(name, self._kept.pop(name))
 
-    def _do(self, name: str, act: _Act, *, again: bool) -> None:
-        """Make the changes of ``act``. ``again``: raise for a damaged object, also if a failure marker hides it."""
+    def _do(self, name: str, act: _Act, entry: _PendingName) -> None:
+        """Make the changes of ``act``. Raises for a damaged object, at first also if a failure marker hides it."""
+        again = entry.refused < _DAMAGED
         conflict, failure = conflict_name(name), marker_name(name)
         if body := act.markers.get(conflict):
             self._store.put(conflict, [body])
@@ -361,6 +366,9 @@ class Markers:
                 if again:
                     raise
                 return
+            with self._lock:
+                if entry.act is not None and entry.act.clears:
+                    return  # the object may be the later request's
             hidden = None
             for request, key in act.failed.items():
                 other = is_of_another(part, request, self._about)

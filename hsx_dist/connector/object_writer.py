@@ -141,8 +141,8 @@ class StoreOutlet(Outlet):
             self._names.setdefault(name, _Name()).requests.add(request_id)
         if self._locks is not None:
             self._locks.ask(name, request_id)
-        if expected.chosen and self._markers.failed(name):
-            self._markers.clear(name)  # the marker describes an earlier request
+        if expected.chosen:
+            self._markers.clear(name)
 
     def admit(self, segment: Segment, /) -> bool:
         request_id = request_of(segment)

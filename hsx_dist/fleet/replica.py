@@ -27,6 +27,7 @@ from hsx_dist.taps.capture_config import additional_config
 from hsx_dist.transport.local_end import LocalEnd, register, unregister
 from hsx_dist.transport.page_server import PageServer
 from hsx_dist.transport.shipping import Shipped
+from hsx_dist.working_folder import require_no_settings_of
 from hsx_dist.writers.base import CALL_BYTES, Sender
 
 log = get_logger(__name__)
@@ -209,6 +210,7 @@ class Replica:
                 self._engine.engine_core.shutdown()
 
     def _start(self) -> None:
+        require_no_settings_of("numba", ".numba_config.yaml")
         from vllm import LLM
         from vllm.exceptions import VLLMValidationError
 

@@ -24,6 +24,7 @@ from hsx_dist.jobs.diagnosis import Diagnosis
 from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.ray_arguments import sendable
+from hsx_dist.working_folder import require_no_settings_of
 
 if TYPE_CHECKING:
     import torch
@@ -167,6 +168,7 @@ def measure(config: ExtractConfig, model: preflight.Model, prompts: Sequence[lis
 
 def _start(config: ExtractConfig, model: preflight.Model, layers: list[int], folder: str, in_process: bool) -> Any:
     """Start the engine as a replica does, but with a connector that stores each sample in ``folder``."""
+    require_no_settings_of("numba", ".numba_config.yaml")
     from vllm import LLM
 
     spec = engine_spec(config, model)

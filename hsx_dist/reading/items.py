@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -71,7 +72,7 @@ class ItemSpec:
         object.__setattr__(self, "rename", dict(self.rename))
         names = [name for name in self._names if name != LOSS_MASK or self.loss_mask != "off"]
         final = [new for name in dict.fromkeys((*names, *self.rename)) if (new := self.rename.get(name, name))]
-        if twice := sorted({name for name in final if final.count(name) > 1}):
+        if twice := sorted(name for name, count in Counter(final).items() if count > 1):
             raise ConfigError(
                 f"rename: expected a different name for each array, got {', '.join(twice)} for several. Rename one "
                 "of them, or remove it with None (null)"

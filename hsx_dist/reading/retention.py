@@ -38,8 +38,8 @@ def rank_of(key: str, world_size: int) -> int:
 class Retention:
     """Records the samples that one rank of one consumer has used. Removes parts that all ``consumers`` have used.
 
-    Call it from one process per rank: the training process, not the workers of a ``DataLoader``. For a run with
-    ``retain: consumed``. ``HiddenStatesDataset.retention`` makes one with the data set's rank.
+    Call it from one process per rank: the training process, not the workers of a ``DataLoader``.
+    ``HiddenStatesDataset.retention`` makes one with the data set's rank. No setting of a run forbids the removal.
 
     Args:
         place: the run, ``Run.place``.

@@ -15,6 +15,8 @@ from hsx_dist.store.fsspec import FsspecStore
 
 T = TypeVar("T")
 
+#: A folder with links to itself has folders without end. A run has five levels, and a server's paths at most nine.
+_DEEPEST = 12
 _LINK = re.compile(r"<a\s([^<>]*)", re.IGNORECASE)
 _HREF = re.compile(r"(?<![\w-])href\s*+=\s*+(?:\"([^\"]*)\"|'([^']*)'|([^\s'\">]+))", re.IGNORECASE)
 
@@ -75,10 +77,18 @@ class HttpStore(FsspecStore):
     def _listed(self, prefix: str, folder: str) -> Sequence[Mapping[str, Any]]:
         """List ``folder`` with the names that were written. A page has them percent-encoded, and HTML-escaped."""
         below = folder.removeprefix(self._root)
+        if below.count("/") > _DEEPEST:
+            raise StoreError(
+                f"list {self.url}/{prefix}: expected at most {_DEEPEST} folders in one another, got more. Remove links "
+                "to folders above, or copy the run to a folder"
+            )
         url = f"{self._root}{quote(below)}" if below != folder else folder
         longest = self._limit(patience=10 * self._patience)
         page: bytes = self._call("list", prefix, lambda: self._fs.cat_file(url, **longest))
-        names = dict.fromkeys(_names_in(page, url))
+        try:
+            names = dict.fromkeys(_names_in(page, url))
+        except ValueError as e:
+            raise self._lists_nothing(prefix, f"a link that cannot be read ({str(e)[:100]})", url) from e
         if not names:
             # An object store has no empty folder. The page may be a log-in page, or ask to wait.
             raise self._lists_nothing(prefix, "a page without links", url)
@@ -105,5 +115,5 @@ def _names_in(page: bytes, url: str) -> Iterator[str]:
             link = to.removeprefix(f"{place}/")
         name = unquote(link.removeprefix("./"))
         # A link may lead out of the folder.
-        if not {"", ".", ".."}.intersection(name.removesuffix("/").split("/")):
+        if not {"", ".", ".."}.intersection(name.removesuffix("/").split("/")) and "\0" not in name:
             yield name

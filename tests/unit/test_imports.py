@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "isa": set(),
     "lazy": set(),
     "new_process": {"observe"},
+    "working_folder": {"errors"},
     "memory": set(),
     "config": {"errors"},
     "layers": {"errors", "page"},
@@ -45,7 +46,10 @@ ALLOWED: dict[str, set[str]] = {
     "saelens": {"layers", "page", "reading"},
     "serving": {"errors", "page", "connector", "reading", "store", "format", "logger", "text", "writers"},
     "speculators": {"errors", "config", "new_process", "page", "format", "reading", "store"},
-    "observe": {"errors", "logger", "model_parts", "page", "config", "store", "format", "reading", "text"},
+    "observe": {
+        *("errors", "logger", "model_parts", "page", "config", "store", "format", "reading", "text"),
+        "working_folder",
+    },
     "writers": {
         *("errors", "page", "store", "format"),
         *("observe", "memory", "logger", "text", "ray_arguments", "ray_calls"),
@@ -83,9 +87,10 @@ ALLOWED: dict[str, set[str]] = {
             "logger",
         ),
         *("writers", "transport", "inputs", "models", "observe", "ray_arguments", "ray_calls", "taps", "tokenizers"),
+        "working_folder",
     },
     "jobs": {
-        *("inputs", "fleet", "ray_arguments", "ray_calls", "taps"),
+        *("inputs", "fleet", "ray_arguments", "ray_calls", "taps", "working_folder"),
         *("errors", "isa", "new_process", "page", "config", "layers", "tokenizers", "store", "format"),
         *(
             "writers",

@@ -12,7 +12,9 @@ import pytest
 
 import hsx_dist
 from hsx_dist import new_process
+from hsx_dist.errors import ConfigError
 from hsx_dist.new_process import begin_process
+from hsx_dist.working_folder import require_no_settings_of
 
 NAME = "LD_LIBRARY_PATH"
 
@@ -56,3 +58,18 @@ def test_each_entry_point_begins_its_process() -> None:
     assert those_with(r"\bredact_records\(") == {"new_process.py", "observe/logs.py"}
     for name in commands - {"cli/__main__.py"}:
         assert "run_app(" in sources[name]
+
+
+def test_no_engine_starts_where_numba_would_read_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They can name a folder of the run as the place of compiled functions, which numba unpickles."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".numba_config.yaml").write_text("cache_dir: data")
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    with pytest.raises(ConfigError, match=r"expected no \.numba_config\.yaml in the working folder"):
+        require_no_settings_of("numba", ".numba_config.yaml")
+    starts = 0
+    for path in Path(hsx_dist.__file__).parent.rglob("*.py"):
+        before, *after = re.split(r"^ +from vllm import LLM$", path.read_text(), flags=re.MULTILINE)
+        starts += len(after)
+        assert not after or before.endswith('require_no_settings_of("numba", ".numba_config.yaml")\n')
+    assert starts == 3

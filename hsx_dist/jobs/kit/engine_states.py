@@ -29,6 +29,7 @@ from hsx_dist.jobs.kit.outcomes import Check, claim, python
 from hsx_dist.models.tiny import tiny_llama
 from hsx_dist.new_process import begin_process
 from hsx_dist.page import HIDDEN_STATES
+from hsx_dist.working_folder import require_no_settings_of
 
 GROUP = "states against transformers"
 LAYERS, HEAD_DIM, VOCAB, MAX_LEN = 4, 64, 512, 256
@@ -142,6 +143,7 @@ class KitExtension(HiddenStatesWorkerExtension):
 
 
 def start(model: str, case: Case, output: str) -> Any:
+    require_no_settings_of("numba", ".numba_config.yaml")
     from vllm import LLM
 
     return LLM(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ from hsx_dist.errors import ConfigError, install_extra
 from hsx_dist.observe.report.facts import Attempt, LayerSize, Timeline
 from hsx_dist.observe.report.prompt_attention import LayerPatterns
 from hsx_dist.observe.report.states import MOST_LAYERS, StateNumbers, spread
+from hsx_dist.working_folder import require_no_settings_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,11 +57,7 @@ class Canvas:
     """
 
     def __init__(self) -> None:
-        if "matplotlib" not in sys.modules and os.path.lexists(SETTINGS):
-            raise ConfigError(
-                f"expected no {SETTINGS} in the working folder, got one: matplotlib would apply it, and it can run "
-                "programs. Run the command in another folder"
-            )
+        require_no_settings_of("matplotlib", SETTINGS)
         try:
             import matplotlib
             from matplotlib.figure import Figure

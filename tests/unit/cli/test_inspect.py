@@ -236,7 +236,7 @@ def test_norms_take_the_memory_of_a_few_rows(codec: Codec, layers: int, monkeypa
     tracemalloc.start()
     try:
         with warnings.catch_warnings(action="error"):
-            first = inspect._layer_norms(sample, HIDDEN_STATES)[0]
+            first = inspect._layer_norms(sample, HIDDEN_STATES, sample.points[HIDDEN_STATES])[0]
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import beat, take_attempt
+from hsx_dist.page import token_hash
 from hsx_dist.reading import Run, Sample
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.liveness import require_dead
@@ -29,7 +31,7 @@ from hsx_dist.reading.statistics import compute_statistics, store_statistics
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
-from tests.harness.runs import store_run
+from tests.harness.runs import RunWriter, store_run, write_v1_run
 
 SAMPLES = [random_sample(f"s{i}", 9 + i, seed=i, odd=False) for i in range(6)]
 
@@ -69,13 +71,13 @@ def test_show_reads_the_layers_of_a_small_sample_at_once(monkeypatch: pytest.Mon
     loads: list[Any] = []
     load = Sample.load_carrier
     monkeypatch.setattr(Sample, "load_carrier", lambda *a, **k: loads.append(a[1]) or load(*a, **k))
-    norms = _layer_norms(sample, "hidden_states")
+    norms = _layer_norms(sample, "hidden_states", sample.points["hidden_states"])
     assert loads == [layers]
     states = sample.load(framework="numpy")["hidden_states"].astype(np.float64)
     assert [n["layer"] for n in norms] == list(layers)
     assert norms[77]["max_norm"] == np.linalg.norm(states[:, 77], axis=1).max()
     monkeypatch.setattr(inspect, "_BYTES_AT_ONCE", (9 * 4 * 2 + 4 * 8) * 200)
-    assert _layer_norms(sample, "hidden_states") == norms
+    assert _layer_norms(sample, "hidden_states", sample.points["hidden_states"]) == norms
     assert [len(some) for some in loads] == [500, 200, 200, 100]
 
 
@@ -147,6 +149,19 @@ def test_show_lists_outlier_channels(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [layer["outliers"] for layer in layers] == [[], [{"channel": 7, "times": 100.0}], []]
     assert hsx("show", str(tmp_path / "run"), "a") == 0
     assert "7 (100x)" in capsys.readouterr().out
+
+
+def test_statistics_of_many_points_need_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each point reads the samples again, so the time is quadratic in the points."""
+    sample = random_sample("a", 1, layer_ids=(1,), hidden_size=1, odd=False)
+    made = open_store(str(tmp_path / "run"))
+    write_v1_run(made, {"meaning": {"layers": []}, "settings": {}})
+    facts = {"shards": 1, "columns": 65, "sample_hash": token_hash(sample.token_ids)}
+    first = sample.segments()[0]
+    RunWriter(made).put([(sample, replace(first, point=f"p{i}", column=i, **facts), 0) for i in range(65)])
+    assert hsx("stats", made.url) == 2
+    assert "expected at most 64 points, got 65. Name some (--points)" in capsys.readouterr().err
+    assert hsx("stats", made.url, "--points", "p1,p64") == 0
 
 
 def test_show_prints_the_tokens_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

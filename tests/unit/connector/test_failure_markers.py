@@ -324,11 +324,25 @@ def test_remembered_names_have_at_most_128_characters(store):
     markers = Markers(store)
     path = "\u20ac" * 1024
     markers.fail(path, path, "why")
-    assert markers.failed(path)
     assert [len(name) for name in markers._marked] == [128]
     markers.clear(path)
-    assert not markers.failed(path)
+    assert not markers._marked
     settle(markers)
+
+
+@pytest.mark.parametrize("reading", [True, False])
+def test_a_later_request_of_a_free_key_is_no_conflict_with_a_failed_request(store, reading):
+    """The earlier request's change may wait, or read the object, when the later request's object is stored."""
+    hanging = HangingStore(store, Strike({"head" if reading else "get"}, prefix="k.", times=1))
+    markers = Markers(hanging)
+    markers.fail("k", "k.safetensors", "aborted", requests=["0" * 32])
+    assert hanging.hanging.wait(30)
+    markers.clear("k.safetensors")
+    put_of(store, "k", "1" * 32)
+    markers.fail("k", "k.safetensors", "aborted", requests=["1" * 32])
+    hanging.release()
+    settle(markers)
+    assert [info.name for info in store.list()] == ["k.safetensors"]
 
 
 def test_names_that_the_store_refuses_do_not_release_locks_of_other_names(store, locks, monkeypatch):

@@ -195,6 +195,24 @@ def test_an_object_that_is_deleted_during_a_listing_is_left_out(folder: Path) ->
         assert [info.name for info in store.list("below/")] == ["below/part"]
 
 
+def test_a_folder_with_links_to_itself_has_an_end(folder: Path) -> None:
+    (folder / "run" / "again").symlink_to(".")
+    with served(folder, Whole) as store, pytest.raises(StoreError, match="folders in one another, got more"):
+        list(store.list())
+
+
+@pytest.mark.parametrize("link", ["&#" + "1" * 5000 + ";", "a%00b"])
+def test_a_link_that_cannot_be_read_is_an_error_of_the_store(folder: Path, link: str) -> None:
+    class Odd(Welcome):
+        page = f'<a href="{link}">a</a>'.encode()
+
+    with (
+        served(folder, Odd) as store,
+        pytest.raises(StoreError, match=r"a (link that cannot be read|page without links)"),
+    ):
+        list(store.list())
+
+
 @pytest.mark.parametrize("handler", [WithoutFolders, Blank])
 def test_an_empty_listing_is_not_believed_before_an_object_is_read(folder: Path, handler: type[Whole]) -> None:
     with served(folder, handler) as store, pytest.raises(StoreError, match="expected a server that lists folders"):
