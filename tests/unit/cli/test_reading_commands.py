@@ -324,7 +324,7 @@ def test_rm_of_a_run_of_version_1_leaves_other_files_in_its_folders(tmp_path: Pa
 
     with suppress(Killed):
         remove_run(root, open_place(root), on_object=kill)
-    assert hsx("rm", root.url, "--yes") == (0 if interrupted else 2)
+    assert hsx("rm", root.url, "--yes", "--watch", "0") == (0 if interrupted else 2)
     assert names(root) == mine | {"run.json"}
     assert of_another_run.exists()
     assert not unfinished.exists()
@@ -371,10 +371,10 @@ def test_an_interrupted_rm_can_be_repeated(store: Store, capsys: pytest.CaptureF
     with pytest.raises(RunError, match="hsx rm"):
         store_run(store, SAMPLES)
     assert hsx("gc", store.url, "--delete") == 2
-    assert hsx("rm", store.url) == 0
+    assert hsx("rm", store.url, "--watch", "0") == 0
     shown = capsys.readouterr().out
     assert {name for name in names(store) if name in shown} == names(store) - {"run.json"}
-    assert hsx("rm", store.url, "--yes") == 0
+    assert hsx("rm", store.url, "--yes", "--watch", "0") == 0
     assert names(store) == {"run.json"}
     store_run(store, SAMPLES)
 
