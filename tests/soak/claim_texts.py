@@ -34,7 +34,8 @@ def texts(rng: random.Random, folder: Path) -> list[Read]:
     name = rng.choice(["run.json", "attempts/0001.json", "attempts/0001.heartbeat.json", "receipt", "part", "part"])
     unit = rng.choice(rng.choice([ESCAPED, UNITS]))
     most = LONGEST if name == "part" else LONGEST_OF_SMALL
-    text = unit * (rng.choice([most, 1 << rng.randrange(10, 22)]) // len(unit.encode()))
+    stored = len(json.dumps(json.dumps(unit, ensure_ascii=False), ensure_ascii=False).encode()) - 6
+    text = unit * (rng.choice([most, 1 << rng.randrange(10, 22)]) // max(stored, 1))
     if name == "part":
         _replace_in_part(run, text, rng)
     elif name == "receipt":
