@@ -54,8 +54,9 @@ def spans_of_roles(
         start = len(before) if i or message["role"] == "system" else _start_of_text(whole, messages, render)
         if message["role"] == "assistant" and i:
             start = _after_header(whole, messages[:i], start, render)
-        length = _length(render(messages[: i + 1], False), whole, start, first=not i)
-        if not length or not _has_end_of(message, whole[start : start + length]):
+        through = render(messages[: i + 1], False)
+        length = _length(through, whole, start, first=not i)
+        if not _is_whole(message, whole[start : start + length], through[start:]):
             raise InputError(
                 f"loss_roles: expected to find message {i} in the rendered chat, got a template that renders it "
                 "differently there: some templates end only the chat's last answer in another way, as gpt-oss's with "
@@ -111,12 +112,17 @@ def _after_header(whole: str, before: list[dict[str, Any]], start: int, render: 
     return line
 
 
-def _has_end_of(message: dict[str, Any], rendered: str) -> bool:
-    """Whether ``rendered`` has the end of the message's text. A template may drop the beginning, such as thoughts."""
+def _is_whole(message: dict[str, Any], found: str, through: str) -> bool:
+    """Whether ``found`` is the message up to its end, and not a few characters at the end of ``through``.
+
+    A template may drop the beginning of a text, such as thoughts, and the whole text next to a call.
+    """
+    if not found.strip():
+        return found == through != ""
     if message.get("tool_calls"):
-        return True  # many templates leave out the text next to a call
+        return len(found) >= min(_TAIL, len(through))
     texts = texts_of(message.get("content"))
-    return not texts or has_end_of(texts[-1], rendered, _TAIL)
+    return not texts or has_end_of(texts[-1], found, _TAIL)
 
 
 def _common(a: str, b: str) -> int:
