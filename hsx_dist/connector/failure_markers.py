@@ -76,11 +76,6 @@ class _Act:
         return _Act(self.markers | later.markers, dict(failed), self.looks and later.looks, clears)
 
     @property
-    def hastens(self) -> bool:
-        """Whether readers wait for the removal of a marker."""
-        return self.looks or self.clears
-
-    @property
     def only_removes(self) -> bool:
         """Whether the changes only remove markers: without them at most an outdated failure marker remains."""
         return not self.failed and not any(self.markers.values())
@@ -98,8 +93,11 @@ class _PendingName:
     ``act``: changes that no thread has begun. ``ticket``: a thread must present it to begin; None while a thread works
     on the name, or while the name waits for a retry. ``ahead``: a thread for stored samples may begin. ``holder``: the
     request that holds the lock for all waiting requests of the name. ``stored``: one of these is stored. ``after``:
-    called when the first act is done. ``ended``: no changes are left.
+    called when the first act is done. ``ended``: no changes are left. ``of_a_key``: the name is a key's, not a path;
+    kept here, because some paths take a millisecond to compare.
     """
+
+    of_a_key: bool
 
     act: _Act | None = None
     ticket: object = None
@@ -221,14 +219,14 @@ class Markers:
             refused = self._closed or (entry is None and not act.looks and self._bytes >= most)
             if not refused:
                 if idle := entry is None:
-                    entry = self._names[name] = _PendingName(after=after)
+                    entry = self._names[name] = _PendingName(is_of_a_key(name), after=after)
                     after = None
                 entry.holder = entry.holder or holder
                 entry.stored |= act.looks
                 self._set(entry, act if entry.act is None else entry.act.and_then(act))
                 if idle or self._kept.pop(name, None) is not None:
                     self._start(name, entry)
-                elif act.hastens and entry.ticket is not None and not entry.ahead:
+                elif act.looks and entry.ticket is not None and not entry.ahead:
                     # The name waits in the pool for failures. Queue it in the other pool too: the first free thread
                     # of either pool begins.
                     entry.ahead = True
@@ -256,7 +254,7 @@ class Markers:
 
     def _start(self, name: str, entry: _PendingName) -> None:
         self._running += 1
-        entry.ticket, entry.ahead = object(), entry.act is not None and entry.act.hastens
+        entry.ticket, entry.ahead = object(), entry.act is not None and entry.act.looks
         (self._looks if entry.ahead else self._failures).submit(self._work, name, entry.ticket)
 
     def _work(self, name: str, ticket: object) -> None:
@@ -329,9 +327,9 @@ class Markers:
         3. Names that the store refused most often, since a brief failure ends at the next retry.
         4. Names whose next retry is last.
         """
-        entry, of_a_key = self._kept[name], is_of_a_key(name)
+        entry = self._kept[name]
         only_removes = entry.act is not None and entry.act.only_removes
-        return only_removes and of_a_key, not of_a_key, entry.refused, entry.due
+        return only_removes and entry.of_a_key, not entry.of_a_key, entry.refused, entry.due
 
     def _try_again(self) -> None:
         while True:

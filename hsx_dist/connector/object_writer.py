@@ -138,7 +138,10 @@ class StoreOutlet(Outlet):
         name, request_id = expected.name, expected.request_id
         with self._state:
             self._requests[request_id] = _Request(name, expected.chosen, expected.request)
-            self._names.setdefault(name, _Name()).requests.add(request_id)
+            group = self._names.setdefault(name, _Name())
+            group.requests.add(request_id)
+            if expected.chosen:
+                group.failure, group.failed = None, set()  # of requests that ended before: see ``Markers.clear``
         if self._locks is not None:
             self._locks.ask(name, request_id)
         if expected.chosen:

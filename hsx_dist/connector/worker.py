@@ -73,7 +73,12 @@ class WorkerHalf:
         return {name: copier.plan for name, copier in self._points.items()}
 
     def begin(self, meta: Step) -> None:
-        """Prepare a step before the model runs: queue its lock files, and let copies wait for earlier steps only."""
+        """Accept the requests that ended since the last step. Then prepare this step before the model runs.
+
+        Queues its lock files, and lets copies wait for earlier steps only. A key is free when its request has ended, so
+        another request may use it in the same step.
+        """
+        self._each(self._outlet.skip, meta.skipped)
         self._each(self._outlet.expect, meta.expected)
         if meta.saves:
             self._follow()
@@ -88,11 +93,10 @@ class WorkerHalf:
         self._followed = True
 
     def step(self, meta: Step) -> None:
-        """Accept the requests that finished since the last step, and copy as many pages as the ring can hold.
+        """Copy as many pages as the ring can hold.
 
         vLLM's calls after ``begin`` may have any order: an earlier step wrote the states of a finished request.
         """
-        self._each(self._outlet.skip, meta.skipped)
         self._outlet.prepared()  # before this step's answers are sent: their readers rely on the lock files
         if not meta.saves and not self._waiting:
             if self._copied and meta.idle:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from itertools import permutations
 
@@ -327,6 +328,19 @@ def test_remembered_names_have_at_most_128_characters(store):
     assert [len(name) for name in markers._marked] == [128]
     markers.clear(path)
     assert not markers._marked
+    settle(markers)
+
+
+def test_repeated_requests_that_fail_delay_no_stored_sample(store):
+    hanging = HangingStore(store, Strike(PUTS | {"get", "head"}, prefix="f"))
+    markers = Markers(hanging)
+    for i in range(20):
+        markers.fail(f"f{i}", f"f{i}.safetensors", "aborted", requests=["0" * 32])
+        markers.clear(f"f{i}.safetensors")
+    settled = threading.Event()
+    markers.stored("k", "k.safetensors", after=settled.set)
+    assert settled.wait(30)
+    hanging.release()
     settle(markers)
 
 

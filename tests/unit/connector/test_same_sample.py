@@ -6,12 +6,14 @@ import fcntl
 import json
 import os
 import struct
+import threading
 import time
 from contextlib import suppress
 from itertools import permutations
 
 import numpy as np
 import pytest
+from vllm.v1.request import RequestStatus
 
 from hsx_dist.connector.failure_markers import Markers
 from hsx_dist.errors import Denied, SampleFailed
@@ -727,3 +729,42 @@ def test_a_refused_request_does_not_get_another_requests_sample(store, tmp_path)
     server.close()
     with pytest.raises(SampleFailed, match="another sample"):
         read(store)
+
+
+def test_a_key_is_free_in_the_step_after_its_request_was_aborted(tmp_path):
+    """A client cancels, and asks again at once, before the next step."""
+    server = SmallServer(tmp_path)
+    request = server.begin(PROMPT, key="k")
+    request.num_computed_tokens, request.status = 0, RequestStatus.FINISHED_ABORTED
+    server.scheduler.request_finished(request, [])
+    answer = server.end(server.begin([9] * 6, key="k"))
+    server.settle()
+    server.close()
+    found = load_object(open_store(str(tmp_path)), NAME, identity=answer["identity"])
+    assert found["token_ids"].tolist() == [9] * 6
+
+
+def test_requests_that_ended_before_do_not_join_a_group_of_requests(tmp_path):
+    """``a`` fails and ``b`` is stored. Its writers report that late, so ``c`` joins ``b``'s group of its path."""
+
+    class Late(WrappedStore):
+        def put_if_absent(self, name, buffers):
+            super().put_if_absent(name, buffers)
+            if name == NAME and not late.is_set():
+                stored.set()
+                late.wait(30)
+
+    late, stored, inner = threading.Event(), threading.Event(), MemoryStore()
+    server = SmallServer(tmp_path, Late(inner), markers=inner)
+    a, b = (server.begin(PROMPT, path=NAME) for _ in range(2))
+    server.end(a, computed=0)
+    server.end(b)
+    while not stored.is_set():
+        server._step()
+    inner.delete(NAME)
+    c = server.begin([9] * 6, path=NAME)
+    late.set()
+    answer = server.end(c)
+    server.settle()
+    server.close()
+    assert load_object(inner, NAME, identity=answer["identity"])["token_ids"].tolist() == [9] * 6
