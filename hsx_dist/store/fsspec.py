@@ -332,7 +332,7 @@ class FsspecStore:
                     yield self.head(name)
 
     def _walk(self, prefix: str, start: str) -> Iterator[Mapping[str, Any]]:
-        """Yield every file below the folder ``start``.
+        """Yield every file below the folder ``start``, except in folders that no name with ``prefix`` is in.
 
         fsspec's ``find`` and ``walk`` silently omit a folder whose listing fails; no argument prevents it.
         """
@@ -348,7 +348,7 @@ class FsspecStore:
                     )
                 if info["type"] != "directory":
                     yield info
-                elif path != folder:
+                elif path != folder and f"{path}/".startswith(f"{self._root}/{prefix}"[: len(path) + 1]):
                     todo.append((path, folder))
 
     def _ls(self, prefix: str, folder: str, above: str) -> Sequence[Mapping[str, Any]]:

@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 #: A folder with links to itself has folders without end. A run has five levels, and a server's paths at most nine.
 _DEEPEST = 12
+#: Servers write a folder's path at the end of its page's title.
+_TITLE = re.compile(r"<title>([^<]{0,10000})", re.IGNORECASE)
 _LINK = re.compile(r"<a\s([^<>]*)", re.IGNORECASE)
 _HREF = re.compile(r"(?<![\w-])href\s*+=\s*+(?:\"([^\"]*)\"|'([^']*)'|([^\s'\">]+))", re.IGNORECASE)
 
@@ -89,9 +91,10 @@ class HttpStore(FsspecStore):
             names = dict.fromkeys(_names_in(page, url))
         except ValueError as e:
             raise self._lists_nothing(prefix, f"a link that cannot be read ({str(e)[:100]})", url) from e
-        if not names:
-            # An object store has no empty folder. The page may be a log-in page, or ask to wait.
-            raise self._lists_nothing(prefix, "a page without links", url)
+        title = _TITLE.search(page.decode(errors="replace"))
+        if not names and not (below and title and unescape(title[1]).strip().rstrip("/").endswith(below)):
+            # Not the page of an empty folder: it may be a log-in page, or ask to wait.
+            raise self._lists_nothing(prefix, "a page without links, and without the folder's name as its title", url)
         return [
             {"name": f"{folder}/{name}", "size": None, "type": "directory" if name.endswith("/") else "file"}
             for name in names

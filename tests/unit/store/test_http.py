@@ -177,8 +177,31 @@ def test_a_page_without_links_is_no_empty_folder(folder: Path) -> None:
 
     with served(folder, Late) as store:
         store.head("below/part")
-        with pytest.raises(StoreError, match=r"got a page without links at .*below"):
+        with pytest.raises(StoreError, match=r"got a page without links, and .* at .*below"):
             list(store.list())
+
+
+def test_an_empty_folder_has_no_objects(folder: Path) -> None:
+    (folder / "run" / "empty folder").mkdir()
+    with served(folder, Whole) as store:
+        assert [info.name for info in store.list()] == ["below/part"]
+        assert not list(store.list("empty folder/"))
+
+
+def test_a_folder_that_no_name_with_the_prefix_is_in_is_not_listed(folder: Path) -> None:
+    (folder / "run" / "bel").mkdir()
+    asked: list[str] = []
+
+    class Counted(Whole):
+        def list_directory(self, path: str | PathLike[str]) -> BytesIO | None:
+            asked.append(self.path)
+            return super().list_directory(path)
+
+    with served(folder, Counted) as store:
+        store.head("below/part")
+        assert not list(store.list("be."))
+        assert [info.name for info in store.list("belo")] == ["below/part"]
+        assert set(asked) == {"/run/", "/run/below/"}
 
 
 def test_an_object_that_is_deleted_during_a_listing_is_left_out(folder: Path) -> None:
