@@ -63,7 +63,7 @@ class Slots:
         for name, x in rows.items():
             if name not in self._memory:
                 self._like[name] = x[:0]
-                self._memory[name] = self._buffer(_as_bytes(x).dtype)
+                self._memory[name] = zeros((self._tokens,), _as_bytes(x).dtype, "buffer_tokens")
             like = self._like[name]
             if (like.dtype, like.shape[1:]) != (x.dtype, x.shape[1:]):
                 raise FormatError(
@@ -72,21 +72,27 @@ class Slots:
                 )
             self._memory[name][places] = _as_bytes(x[start : start + len(places)])
 
-    def _buffer(self, row: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        try:
-            return np.empty(self._tokens, row)
-        except MemoryError:
-            raise ConfigError(
-                f"buffer_tokens: expected a buffer that fits into memory, got {self._tokens} tokens of {row.itemsize} "
-                "bytes. Use a smaller buffer"
-            ) from None
-
     def get(self, places: Places) -> RowArrays:
         return {name: _from_bytes(memory.take(places), self._like[name]) for name, memory in self._memory.items()}
 
     def digest(self, places: Places) -> str:
         """The ``digest`` of the token ids at ``places``."""
         return digest(self._memory["input_ids"].take(places))
+
+
+def zeros(shape: tuple[int, ...], dtype: np.dtype[Any], argument: str) -> np.ndarray[Any, Any]:
+    """Return zeros, one row for each token. They take memory only when they are written.
+
+    Raises:
+        ConfigError: they do not fit into memory. ``argument`` determines their number.
+    """
+    try:
+        return np.zeros(shape, dtype)
+    except (MemoryError, ValueError):  # ValueError: more than numpy can address
+        raise ConfigError(
+            f"{argument}: expected a buffer that fits into memory, got {shape[0]} tokens of "
+            f"{math.prod(shape[1:]) * dtype.itemsize} bytes. Use a smaller number"
+        ) from None
 
 
 def _as_bytes(x: Any) -> np.ndarray[Any, Any]:

@@ -15,7 +15,7 @@ from hsx_dist.reading.arrays import to_ids
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.derived import DerivedDataset, require_dataset, require_tokens
 from hsx_dist.reading.follow import Iteration
-from hsx_dist.reading.mixer import digest
+from hsx_dist.reading.mixer import digest, zeros
 from hsx_dist.reading.order import check_state
 from hsx_dist.reading.sample import LOSS_MASK
 
@@ -43,7 +43,7 @@ class PackedContexts(DerivedDataset):
 
     Raises:
         ConfigError: an argument is wrong; or, while iterating, an item's rows differ from earlier ones in dtype,
-            shape or layers.
+            shape or layers, or a batch does not fit into memory.
 
     Example:
         >>> contexts = PackedContexts(HiddenStatesDataset("runs/demo", layers=[15]), 2, 8)
@@ -160,7 +160,8 @@ def _zeros(size: int, like: Any) -> Any:
     """
     shape = (size, *like.shape[1:])
     if isinstance(like, np.ndarray):
-        return np.zeros(shape, like.dtype)
+        return zeros(shape, like.dtype, "contexts")
     import torch
 
-    return torch.from_numpy(np.zeros(math.prod(shape) * like.itemsize, np.uint8)).view(like.dtype).view(shape)
+    rows = zeros((size, math.prod(shape[1:]) * like.itemsize), np.dtype(np.uint8), "contexts")
+    return torch.from_numpy(rows.reshape(-1)).view(like.dtype).view(shape)

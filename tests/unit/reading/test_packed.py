@@ -132,6 +132,13 @@ def test_a_sample_that_was_begun_and_is_gone_takes_no_tokens_of_the_next(tmp_pat
     assert flat(again, "input_ids").tolist() == list(range(45, TOTAL))
 
 
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+@pytest.mark.parametrize("rows", [1 << 50, 1 << 58])
+def test_a_batch_that_does_not_fit_into_memory_is_a_typed_error(url: str, rows: int, framework: str) -> None:
+    with pytest.raises(ConfigError, match="contexts: expected a buffer that fits into memory"):
+        next(iter(packed(url, rows, framework=framework)))
+
+
 def test_wrong_sizes_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="context_tokens: expected an integer of at least 1"):
         packed(url, 1, 0)
