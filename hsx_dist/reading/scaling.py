@@ -122,6 +122,11 @@ def _line(
         shift = np.zeros((len(rows), 1))
         factor = np.array([[row.norm_factor] for row in rows])
     else:
+        if len(widths := sorted({len(row.mean) for row in rows})) > 1:
+            raise FormatError(
+                f"scaling: expected statistics of {point} of one length, got those of {widths} channels. Run `hsx "
+                "stats` again"
+            )
         shift = np.stack([row.mean for row in rows])
         spread = np.sqrt(np.stack([row.variance for row in rows]))
         factor = np.divide(1.0, spread, out=np.ones_like(spread), where=spread > _TINY)  # a constant channel stays 0

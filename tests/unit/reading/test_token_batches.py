@@ -189,6 +189,17 @@ def test_scaling_by_the_runs_statistics(tmp_path: Path, framework: Any, layers: 
             scaled(None, device="cpu")
 
 
+def test_statistics_of_different_lengths_are_a_typed_error(tmp_path: Path) -> None:
+    store_run(open_store(str(tmp_path)), SAMPLES[:1])
+    run = Run(open_store(str(tmp_path)))
+    found = compute_statistics(run, [2, 30])
+    own = found.layers[30]
+    wider = replace(own, **{name: np.tile(getattr(own, name), 2) for name in ("mean", "variance", "absmax")})
+    store_statistics(run, replace(found, layers={**found.layers, 30: wider}))
+    with pytest.raises(FormatError, match=r"of hidden_states of one length, got those of \[24, 48\] channels"):
+        next(iter(TokenBatches(HiddenStatesDataset(run, layers=[2, 30]), 4, scaling="standard")))
+
+
 @pytest.mark.parametrize("kind", ["data set", "batches", "mixed"])
 def test_a_repeating_shard_without_samples_says_so(tmp_path: Path, kind: str) -> None:
     """Otherwise it would search for a sample for ever, and a training job would hang."""
