@@ -15,6 +15,7 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting.base import Exporter, ExportOptions, check_parquet, parquet_key
+from hsx_dist.format.segment_info import MAX_HIDDEN_SIZE
 from hsx_dist.reading.groups import groups
 from hsx_dist.reading.run import Run
 
@@ -55,6 +56,11 @@ class RoutingExporter(Exporter):
             )
         self.per_file = options.samples_per_file
         self._k = stored[_IDS].width
+        if self._k > MAX_HIDDEN_SIZE:  # a run may store a row in many shards, each within this limit
+            raise FormatError(
+                f"{run.url}: expected at most {MAX_HIDDEN_SIZE} experts of a token, got {self._k}. The run was not "
+                "made by hsx_dist"
+            )
 
     def file(self, first: int) -> str:
         return f"data-{first // self.per_file:06d}.parquet"

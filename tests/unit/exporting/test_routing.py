@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hsx_dist import HiddenStatesDataset
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting import ExportOptions, export_run
 from hsx_dist.reading import Run
 from tests.harness.hooked_model import HookedModel, tiny_model
@@ -69,6 +69,15 @@ def test_weights_that_are_not_of_all_layers_are_left_out(hooked: HookedModel, tm
     export_run(run_with(hooked, {**WEIGHTED, "topk_weights": (0, 2)}), "routing", tmp_path)
     assert pq.read_table(tmp_path / "data-000000.parquet").column_names == ["key", "input_ids", "routed_experts"]
     assert json.loads((tmp_path / "export.json").read_text())["routed_weights"] == "not stored"
+
+
+def test_a_run_with_too_many_experts_of_a_token_is_refused(
+    hooked: HookedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrow's lists of a fixed size raise an untyped error from 2^31 on."""
+    monkeypatch.setattr("hsx_dist.exporting.routing.MAX_HIDDEN_SIZE", 1)
+    with pytest.raises(FormatError, match="expected at most 1 experts of a token, got 2"):
+        export_run(run_with(hooked, WEIGHTED), "routing", tmp_path)
 
 
 def test_runs_without_routes_are_refused(hooked: HookedModel, tmp_path: Path) -> None:
