@@ -29,8 +29,11 @@ from hsx_dist.inputs.sources import (
     with_config_errors,
 )
 
-#: Limit of the folders in a zip file's names. All beginnings of a name are kept.
-_DEEPEST = 255
+#: Limit of the folders of a zip file's member, and of the characters of its path. All beginnings of a path are kept.
+_DEEPEST, _LONGEST_PATH = 255, 4096
+#: Limit of the characters of a file's or folder's name in a zip file, as of most file systems. A glob with several
+#: stars takes a power of this number of steps for a name.
+_LONGEST_NAME = 255
 #: Limit in bytes of a saved data set's list of its files.
 _LARGEST_LIST = 4 << 20
 
@@ -53,10 +56,13 @@ class _ZipFolders:
         seen = set[tuple[str, str]]()
         for member in fs.zip.infolist():
             name, kind = member.filename.rstrip("/"), "directory" if member.is_dir() else "file"
-            if name.count("/") > _DEEPEST:
+            steps = name.split("/")
+            longest = max(map(len, steps))
+            if len(steps) > _DEEPEST + 1 or len(name) > _LONGEST_PATH or longest > _LONGEST_NAME:
                 raise ConfigError(
-                    f"input.path: expected a zip file whose names have at most {_DEEPEST} folders, got "
-                    f"{name.count('/')}. Write the zip file again"
+                    f"input.path: expected a zip file whose paths have at most {_DEEPEST} folders, {_LONGEST_PATH} "
+                    f"characters, and {_LONGEST_NAME} in each name, got {len(steps) - 1} folders, {len(name)} "
+                    f"characters, and {longest} in a name. Write the zip file again"
                 )
             while name and (name, kind) not in seen:
                 seen.add((name, kind))
