@@ -29,6 +29,9 @@ _FIELDS = ("text", "messages", "token_ids", "id", "tools", "loss_mask")
 _WITHOUT_FIELD = 1000
 #: Refused rows that an input may have, and how many more for each usable row. Each takes about 500 bytes of the driver.
 _FREE_REFUSED, _REFUSED_A_ROW = 1_000_000, 10
+#: Characters of the keys and reasons of refused rows, for each refused row that an input may have. The key begins with
+#: its file's name, so a long name in a small zip file would fill the driver's memory.
+_LETTERS_OF_REFUSED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ def _as_record(prompt: Any, config: InputConfig) -> Any:
 def _rows(batches: Iterator[RecordBatch], config: InputConfig, opened: RecordBatch) -> Iterator[Row | RowFate]:
     choice = _Choice(config)
     check = _RowCheck(config, list(opened.labels))
-    row, refused, usable = -1, 0, 0
+    row, refused, usable, letters = -1, 0, 0, 0
     if choice.ended():
         return
     for source in batches:
@@ -148,11 +151,13 @@ def _rows(batches: Iterator[RecordBatch], config: InputConfig, opened: RecordBat
                 usable += 1
             else:
                 refused += 1
-                if refused > _FREE_REFUSED + _REFUSED_A_ROW * usable:
+                letters += len(judged.key) + len(judged.reason)
+                most = _FREE_REFUSED + _REFUSED_A_ROW * usable
+                if refused > most or letters > _LETTERS_OF_REFUSED * most:
                     raise FormatError(
-                        f"expected rows that can be used, got {refused} refused and {usable} usable rows up to row "
-                        f"{number} of {source.label or 'the input'}. The last: {judged.reason}. Correct the input, or "
-                        "input.format and the names of its columns"
+                        f"expected rows that can be used, got {refused} refused rows ({letters} characters of keys and "
+                        f"reasons) and {usable} usable rows up to row {number} of {source.label or 'the input'}. The "
+                        f"last: {judged.reason}. Correct the input, or input.format and the names of its columns"
                     )
             yield judged
             if choice.ended():

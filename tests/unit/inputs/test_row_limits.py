@@ -422,6 +422,20 @@ def test_refused_rows_without_end_end_the_input(tmp_path: Path, unit: bytes, mon
     assert len(list(read_rows(InputConfig(path=str(path))))) == 550
 
 
+def test_refused_rows_with_long_keys_end_the_input_earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each key begins with the file's path, which a zip file of 16 KB gives to each row."""
+    monkeypatch.setattr(rows, "_FREE_REFUSED", 100)
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{'a' * 200}/" * 15 + "a.jsonl", b"{}\n" * 99)
+    found: list[Row | RowFate] = []
+    with pytest.raises(FormatError, match=r"got \d refused rows \(\d+ characters"):
+        found.extend(read_rows(InputConfig(path=f"zip://**/*.jsonl::{path}")))
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"{}\n" * 99)
+    assert len(list(read_rows(InputConfig(path=str(path))))) == 99
+
+
 @pytest.mark.parametrize("kind", ["dictionary", "list view", "list of a dictionary"])
 def test_values_that_no_row_has_cost_no_time(kind: str) -> None:
     """A few KiB of a compressed file hold a dictionary of many empty texts."""
