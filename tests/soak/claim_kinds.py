@@ -50,6 +50,7 @@ from hsx_dist.reading.verify import verify_run
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import RandomSample, random_sample
 from tests.harness import runs as testing_runs
+from tests.soak.claim_commands import run_command
 from tests.soak.mutations import VALUES, spots
 
 #: Objects of version 1, whose names are known in advance.
@@ -409,6 +410,7 @@ def columns(rng: random.Random, folder: Path) -> list[Read]:
         lambda: [s.load_carrier(point=point) for s in open_run(store.url)],
         lambda: list(islice(TokenBatches(data(), 4), 3)),
         lambda: compute_statistics(open_run(store.url), point=point),
+        partial(run_command, ["show", store.url, "a"]),
     ]
 
 

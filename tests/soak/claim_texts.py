@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import random
 import struct
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-from hsx_dist.cli import main
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.reading.status import run_status
 from tests.harness import runs as testing_runs
+from tests.soak.claim_commands import run_command
 from tests.soak.claim_kinds import Read, run_at, sealed
 from tests.soak.mutations import spots
 
@@ -58,15 +54,6 @@ def commands(folder: Path) -> list[Read]:
     without_json = {"top", "rm", "cat", "report", "stats", "export"}
     lines += [[*line, "--json"] for line in lines if line[0] not in without_json]
     return [partial(run_command, [line[0], run, *line[1:]]) for line in lines]
-
-
-def run_command(args: list[str]) -> None:
-    said = io.StringIO()
-    at_once = patch.dict(run_status.__kwdefaults__, observe_seconds=0.0)  # no driver's heartbeat changes
-    with at_once, contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
-        main(args)
-    if "should not happen" in said.getvalue():
-        raise RuntimeError(f"hsx {args}: {said.getvalue()[-3000:]}")
 
 
 def _with(value: Any, text: str, rng: random.Random) -> Any:

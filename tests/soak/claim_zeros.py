@@ -18,8 +18,9 @@ from hsx_dist.reading.token_batches import TokenBatches
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import RandomSample
 from tests.harness import runs as testing_runs
+from tests.soak.claim_commands import run_command
 from tests.soak.claim_kinds import Read
-from tests.soak.claim_texts import commands, run_command
+from tests.soak.claim_texts import commands
 
 #: Bytes of all decoded samples. Readers hold a few at once.
 TOTAL = 192 << 20
