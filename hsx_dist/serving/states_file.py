@@ -14,7 +14,7 @@ import numpy as np
 from hsx_dist.format.description import TENSOR_DTYPE
 from hsx_dist.format.identity import IDENTITY
 from hsx_dist.page import CARRIER, HIDDEN_STATES
-from hsx_dist.reading.column import LOSS_MASK
+from hsx_dist.reading.column import LOSS_MASK, StoredPoint
 from hsx_dist.reading.sample import Sample, load_bytes
 
 #: Bytes of states that are loaded at once, if a chunk of the stored object is not larger.
@@ -77,7 +77,7 @@ class StatesFile:
         stored = sample.points
         alone = wanted.points is None and HIDDEN_STATES in stored
         names = (HIDDEN_STATES,) if alone else tuple(stored) if wanted.points in (None, "all") else wanted.points or ()
-        self._states = [self._describe(name) for name in names]
+        self._states = [self._describe(name, stored) for name in names]
         for name in names:
             ids = wanted.layers or stored[name].layers
             small["layer_ids" if alone else f"{name}.layer_ids"] = np.array(ids, np.int64)
@@ -106,9 +106,9 @@ class StatesFile:
     def _load_bytes(self, name: str, span: tuple[int, int]) -> int:
         return load_bytes(self._sample, self._layers, span, [name])
 
-    def _describe(self, name: str) -> _States:
+    def _describe(self, name: str, stored: Mapping[str, StoredPoint]) -> _States:
         states, _ = self._sample.load_carrier(self._layers, (0, 0), name)  # no tokens: checks and the shape
-        point, (_, layers, width) = self._sample.points[name], states.shape
+        point, (_, layers, width) = stored[name], states.shape
         row = (point.heads, width // point.heads) if point.heads else (width,)
         row_bytes = layers * width * np.dtype(CARRIER[point.dtype]).itemsize
         return _States(name, point.dtype, (self._stop - self._start, layers, *row), row_bytes)

@@ -18,7 +18,7 @@ from hsx_dist.format.codecs import SplitCodec, ZstdCodec
 from hsx_dist.format.container import EncodedPart, EncodedSegment, SegmentEncoder, build_part
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.page import token_hash
-from hsx_dist.reading import Run
+from hsx_dist.reading import Run, Sample
 from hsx_dist.reading.collate import pad
 from hsx_dist.reading.column import StoredPoint
 from hsx_dist.reading.datasets import HiddenStatesDataset
@@ -27,6 +27,7 @@ from hsx_dist.reading.map_dataset import HiddenStatesMapDataset
 from hsx_dist.reading.statistics import compute_statistics, read_statistics
 from hsx_dist.reading.token_batches import TokenBatches
 from hsx_dist.reading.verify import verify_run
+from hsx_dist.serving.states_file import Range, StatesFile
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
@@ -510,3 +511,13 @@ def test_columns_of_zeros_expand_no_further_into_carriers_than_into_states() -> 
     for read in (lambda: sample.load(points=["q"]), lambda: sample.load_carrier(point="q")):
         with pytest.raises(FormatError, match="at most 64 times"):
             read()
+
+
+def test_an_answer_builds_the_mapping_of_points_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = point_sample("a")
+    sample = run_of(made.segments(0), made.segments(1))["a"]
+    found, built = sample.points, list[object]()
+    monkeypatch.setattr(Sample, "points", property(lambda _: built.append(0) or found))
+    file = StatesFile(sample, Range())
+    assert len(file.layer_ids) == len(found) > 1
+    assert len(built) == 1
