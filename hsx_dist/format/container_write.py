@@ -333,10 +333,10 @@ def _check_attached(segment: Segment, attached: Mapping[str, np.ndarray[Any, Any
             raise ValueError(
                 f"{_where(segment)}: expected a loss_mask of {segment.total} tokens to attach, got shape {array.shape}"
             )
-        if array.nbytes > MAX_ATTACHED_BYTES or array.ndim > 8:
+        if not Attachment(_ATTACHED_AS[little], array.shape, 0).is_small:
             raise ValueError(
-                f"{_where(segment)}: expected at most {MAX_ATTACHED_BYTES} bytes and 8 dimensions to attach, got "
-                f"{array.nbytes} bytes of {name!r}, shape {array.shape}"
+                f"{_where(segment)}: expected at most {MAX_ATTACHED_BYTES} bytes to attach, where a dimension of 0 "
+                f"counts as 1, and 8 dimensions, got {array.nbytes} bytes of {name!r}, shape {array.shape}"
             )
         found[name] = array.astype(little, copy=False)
     return found

@@ -61,6 +61,15 @@ class Attachment:
     def nbytes(self) -> int:
         return math.prod(self.shape) * np.dtype(ATTACHMENT_DTYPE[self.dtype]).itemsize
 
+    @property
+    def is_small(self) -> bool:
+        """Whether it has at most eight dimensions and ``MAX_ATTACHED_BYTES``, with 1 for a dimension of 0.
+
+        numpy refuses an empty array if its other dimensions overflow.
+        """
+        nonzero = replace(self, shape=tuple(n or 1 for n in self.shape))
+        return len(self.shape) <= 8 and nonzero.nbytes <= MAX_ATTACHED_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
@@ -279,7 +288,7 @@ def _attachment(name: str, item: Any) -> Attachment:
         case [str(dtype), list(shape), crc] if dtype in ATTACHMENT_DTYPE and ATTACHMENT_NAME.fullmatch(name):
             dims = _ints(shape, 0, MAX_ATTACHED_BYTES, "attached")
             made = Attachment(dtype, dims, bounded_int("attached", crc, 0, 0xFFFFFFFF))
-            if len(dims) <= 8 and made.nbytes <= MAX_ATTACHED_BYTES:
+            if made.is_small:
                 return made
     raise FormatError(f"attached {name[:80]!r}: expected a dtype, a small shape and a crc32c, got {shown(item)}")
 

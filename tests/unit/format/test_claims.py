@@ -452,6 +452,23 @@ def test_a_few_segments_may_share_their_layers() -> None:
     assert len(Description.from_json(_description(3, 5)).segments) == 3
 
 
+@pytest.mark.parametrize("shape", [[1 << 26, 1 << 26, 1 << 26, 0], [1 << 26] * 7 + [0], [0, 1 << 26, 2], [1] * 9])
+def test_an_attached_array_of_large_dimensions_is_refused_also_without_elements(shape: list[int]) -> None:
+    with pytest.raises(FormatError, match="attached 'a': expected a dtype, a small shape"):
+        Description.from_json(_description(1, 1, attached={"a": ["U8", shape, 0]}))
+    sample = random_sample("a", 20)
+    if len(shape) < 4:  # numpy has no arrays of the larger shapes
+        with pytest.raises(ValueError, match="a dimension of 0 counts as 1"):
+            store_run(MemoryStore(), [sample], attached={"a": np.empty(shape, np.uint8)})
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0, 4)])
+def test_attached_arrays_without_elements_are_read(shape: tuple[int, ...]) -> None:
+    store = MemoryStore()
+    store_run(store, [random_sample("a", 20)], attached={"a": np.empty(shape, np.float64)})
+    assert open_run_of(store)["a"].attached()["a"].shape == shape
+
+
 def test_deep_values_in_a_description_are_a_format_error() -> None:
     deep: Any = []
     for _ in range(300):
