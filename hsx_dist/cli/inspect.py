@@ -19,7 +19,8 @@ from hsx_dist.observe.units import bytes_text
 from hsx_dist.page import FLOATS, HIDDEN_STATES
 from hsx_dist.reading import Run, Sample, open_run
 from hsx_dist.reading.arrays import to_states
-from hsx_dist.reading.column import StoredPoint
+from hsx_dist.reading.column import StoredPoint, check_decoded
+from hsx_dist.reading.sample import columns_of
 from hsx_dist.reading.stored import read_stored
 from hsx_dist.text import bounded
 
@@ -111,7 +112,9 @@ def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool, 
     run = open_run(path, storage_options=parse_storage_options(options))
     decode = choose_decoder(tokenizer, run.info)
     sample = run[key]
-    points = {name: _point_facts(sample, name, point) for name, point in sample.points.items()}
+    stored = columns_of(sample)
+    check_decoded([p for p in stored.values() if p.stored.dtype in FLOATS], channel_bytes=_Totals.PEAK)
+    points = {name: _point_facts(sample, name, point.stored) for name, point in stored.items()}
     facts: dict[str, Any] = {
         "key": sample.key,
         "tokens": sample.num_tokens,
@@ -176,7 +179,7 @@ def _print_norms(norms: Sequence[dict[str, Any]]) -> None:
 
 def _layer_norms(sample: Sample, name: str, point: StoredPoint) -> list[dict[str, Any]]:
     """Return statistics of the rows' Euclidean norms over all tokens, for each layer of a point."""
-    chunk = min(sample.chunk_tokens, sample.num_tokens)
+    chunk = min(columns_of(sample)[name].chunk_tokens(), sample.num_tokens)
     row_bytes = point.width * itemsize(point.dtype)
     # Several layers at once: an object of one sample is stored token by token, so that each load reads all layers.
     at_once = max(_BYTES_AT_ONCE // (chunk * row_bytes + _Totals.BYTES * point.width), 1)
@@ -198,6 +201,7 @@ class _Totals:
     """Statistics of one layer's rows."""
 
     BYTES = 8  # of each channel
+    PEAK = 64  # the same, with the copies of ``add`` and ``facts``
 
     def __init__(self, width: int):
         self._squares = np.zeros(width)

@@ -239,6 +239,10 @@ class PointColumns:
         heads = width // first.segment.head if first.segment.head else 0
         self.stored = StoredPoint(first.layer_ids, width, heads, first.dtype)
 
+    def chunk_tokens(self) -> int:
+        """The largest number of tokens that any segment decodes together."""
+        return max(column.info(i).chunk_tokens for column in self.columns for i in range(len(column)))
+
     def load_bytes(self, layers: Sequence[int] | None, start: int, stop: int) -> int:
         """As ``SampleColumn.load_bytes``: columns are read one after the other, and keep their ids."""
         ids = _ID_BYTES * (stop - start) * len(self.columns)
@@ -280,6 +284,24 @@ def check_columns(points: Iterable[tuple[PointColumns, Sequence[int] | None]], t
             parts |= column.parts(range(len(column)))
             nbytes += tokens * len(point.stored.layers if layers is None else layers) * column.first.row_bytes
     _check_size(parts, nbytes)
+
+
+def check_decoded(points: Sequence[PointColumns], *, channel_bytes: int) -> None:
+    """Raise ``FormatError`` if all states of ``points`` are more than their stored bytes allow.
+
+    For a reader that decodes them in small pieces: the limit of each piece does not limit the time of all.
+    ``channel_bytes``: memory that the reader takes for each channel of a point. It has the same limit.
+    """
+    parts: dict[str, Part] = {}
+    raw = stored = 0
+    for column in (column for point in points for column in point.columns):
+        parts |= column.parts(range(len(column)))
+        for info in map(column.info, range(len(column))):
+            raw += info.raw_bytes
+            stored += sum(map(info.layer_bytes, range(info.num_layers)))
+    _check_size(parts, raw)
+    check_expansion(raw, stored)
+    check_expansion(channel_bytes * max((point.stored.width for point in points), default=0), stored)
 
 
 def _check_size(parts: Mapping[str, Part], nbytes: int) -> None:

@@ -393,6 +393,11 @@ def load_bytes(
     return found + nbytes + masks
 
 
+def columns_of(sample: Sample) -> Mapping[str, PointColumns]:
+    """Name of each stored point → its columns. Raises as ``Sample.points``."""
+    return sample._by_point()
+
+
 def attached_of(sample: Sample, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
     """As ``sample.attached()``, only these arrays. ``ConfigError``: the sample lacks one."""
     part, slot = sample._columns[0].part(0)
