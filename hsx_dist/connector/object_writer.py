@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.connector.outlet import Outlet
 from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.format.codecs import resolve_codec
-from hsx_dist.format.markers import OBJECT
+from hsx_dist.format.markers import OBJECT, is_of_a_key
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.format.runs import require_conditional_puts
 from hsx_dist.logger import get_logger
@@ -54,6 +55,7 @@ class _Request:
 
     name: str
     chosen: bool
+    order: int  # in which the requests arrived
     request: str = ""  # its hash, where the client chose the name
 
 
@@ -62,10 +64,11 @@ class _Name:
     """Requests of one object that were scheduled and have not ended.
 
     ``failure``: key and reason of the request that ended last, if it failed. ``failed``: hashes of failed requests, as
-    many as the markers need.
+    many as the markers need. ``stored``: the order of the latest stored request.
     """
 
     requests: set[str] = field(default_factory=set)
+    stored: int = -1
     failure: tuple[str, str] | None = None
     failed: set[str] = field(default_factory=set)
 
@@ -105,6 +108,7 @@ class StoreOutlet(Outlet):
         self._locks = locks
         self._markers = Markers(markers, settings.ttl_seconds, about, locks)
         self._requests: dict[str, _Request] = {}  # by request id
+        self._order = count()
         self._names: dict[str, _Name] = {}
         self._submitted: dict[str, str] = {}  # request id → name, of samples that are neither stored nor failed
         self._claims: dict[str, int] = {}  # request id → bytes that count against the ring's limit until it ends
@@ -137,7 +141,7 @@ class StoreOutlet(Outlet):
     def expect(self, expected: Expect) -> None:
         name, request_id = expected.name, expected.request_id
         with self._state:
-            self._requests[request_id] = _Request(name, expected.chosen, expected.request)
+            self._requests[request_id] = _Request(name, expected.chosen, next(self._order), expected.request)
             group = self._names.setdefault(name, _Name())
             group.requests.add(request_id)
             if expected.chosen:
@@ -176,7 +180,7 @@ class StoreOutlet(Outlet):
         with self._state:
             expected = skip.request_id in self._requests
             if not expected:
-                self._requests[skip.request_id] = _Request(skip.name, chosen=True, request=skip.request)
+                self._requests[skip.request_id] = _Request(skip.name, True, next(self._order), skip.request)
         if skip.conflict and not expected and self._locks is not None:
             # The request was never scheduled, so it has no lock yet. Without the lock its reader could get the other
             # sample before the marker is stored.
@@ -224,6 +228,7 @@ class StoreOutlet(Outlet):
         A failure marker waits while other requests of the same name are in flight. Their readers must not see it, and
         the object that they store may be another request's.
         """
+        of_a_path = reason is not None and not is_of_a_key(name)  # may take a millisecond, so not under the lock
         with self._state:
             request = self._requests.pop(request_id, None)
             claimed = self._claims.pop(request_id, 0)
@@ -231,8 +236,11 @@ class StoreOutlet(Outlet):
             group.requests.discard(request_id)
             if stored:
                 group.failure = None
+                group.stored = max(group.stored, request.order if request else -1)
             elif reason is not None and not conflict:
-                group.failure = (key, reason)
+                # At a path, the marker of an earlier request would hide the later request's object.
+                if not (of_a_path and request is not None and request.order < group.stored):
+                    group.failure = (key, reason)
                 if request is not None and request.request and len(group.failed) < ENOUGH_FAILED:
                     group.failed.add(request.request)
             last = not group.requests

@@ -217,6 +217,22 @@ def test_the_last_failed_request_of_a_key_writes_the_marker(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.error.json"]
 
 
+@pytest.mark.parametrize(("name", "kept"), [("x.bin", False), ("x.safetensors", True)])
+def test_a_late_failure_at_a_path_does_not_hide_the_object_of_a_later_request(tmp_path, name, kept):
+    outlet = outlet_on(tmp_path)
+    for request in ("early", "late"):
+        outlet.expect(Expect(request, name, 0, True))
+    outlet.prepared()
+    submit(outlet, "x", some(), name=name, request="late")
+    while outlet.ring.used_bytes or "late" in outlet._requests:
+        time.sleep(0.005)
+    outlet.skip(Skip("early", "x", name, 0, "expected 9 computed tokens, got 3"))
+    outlet.skip(Skip("other", "y", "y.bin", 0, "expected 9 computed tokens, got 3"))
+    outlet.close()
+    markers = {"x.error.json"} if kept else set()  # the marker of a key hides no stored object
+    assert {p.name for p in tmp_path.iterdir() if "lock" not in p.name} == {name, "y.bin.failed.json"} | markers
+
+
 def test_ordinary_requests_ask_the_store_nothing_before_their_sample_is_stored(tmp_path):
     counting = CountingStore(open_store(str(tmp_path)))
     outlet = outlet_on(tmp_path, markers=counting)
