@@ -19,7 +19,7 @@ from hsx_dist.observe.units import bytes_text
 from hsx_dist.page import FLOATS, HIDDEN_STATES
 from hsx_dist.reading import Run, Sample, open_run
 from hsx_dist.reading.arrays import to_states
-from hsx_dist.reading.column import StoredPoint, check_decoded
+from hsx_dist.reading.column import PointColumns, StoredPoint, check_decoded
 from hsx_dist.reading.sample import columns_of
 from hsx_dist.reading.stored import read_stored
 from hsx_dist.text import bounded
@@ -114,7 +114,7 @@ def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool, 
     sample = run[key]
     stored = columns_of(sample)
     check_decoded([p for p in stored.values() if p.stored.dtype in FLOATS], channel_bytes=_Totals.PEAK)
-    points = {name: _point_facts(sample, name, point.stored) for name, point in stored.items()}
+    points = {name: _point_facts(sample, name, columns) for name, columns in stored.items()}
     facts: dict[str, Any] = {
         "key": sample.key,
         "tokens": sample.num_tokens,
@@ -142,14 +142,15 @@ def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool, 
         _print_norms(point["layers"])
 
 
-def _point_facts(sample: Sample, name: str, point: StoredPoint) -> dict[str, Any]:
+def _point_facts(sample: Sample, name: str, columns: PointColumns) -> dict[str, Any]:
     """Return shape and norms of a point of a sample. Ids have no norms."""
+    point = columns.stored
     return {
         "shape": [sample.num_tokens, len(point.layers), point.width],
         **({"heads": point.heads} if point.heads else {}),
         "dtype": point.dtype,
         "layer_ids": list(point.layers),
-        "layers": _layer_norms(sample, name, point) if point.dtype in FLOATS else [],
+        "layers": _layer_norms(sample, name, columns) if point.dtype in FLOATS else [],
     }
 
 
@@ -177,9 +178,10 @@ def _print_norms(norms: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def _layer_norms(sample: Sample, name: str, point: StoredPoint) -> list[dict[str, Any]]:
+def _layer_norms(sample: Sample, name: str, columns: PointColumns) -> list[dict[str, Any]]:
     """Return statistics of the rows' Euclidean norms over all tokens, for each layer of a point."""
-    chunk = min(columns_of(sample)[name].chunk_tokens(), sample.num_tokens)
+    point = columns.stored
+    chunk = min(columns.chunk_tokens(), sample.num_tokens)
     row_bytes = point.width * itemsize(point.dtype)
     # Several layers at once: an object of one sample is stored token by token, so that each load reads all layers.
     at_once = max(_BYTES_AT_ONCE // (chunk * row_bytes + _Totals.BYTES * point.width), 1)

@@ -22,6 +22,7 @@ from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.observe.console import print_json, print_json_rows
 from hsx_dist.page import HIDDEN_STATES, Page, Segment
 from hsx_dist.reading import Run
+from hsx_dist.reading.sample import columns_of
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
@@ -236,7 +237,7 @@ def test_norms_take_the_memory_of_a_few_rows(codec: Codec, layers: int, monkeypa
     tracemalloc.start()
     try:
         with warnings.catch_warnings(action="error"):
-            first = inspect._layer_norms(sample, HIDDEN_STATES, sample.points[HIDDEN_STATES])[0]
+            first = inspect._layer_norms(sample, HIDDEN_STATES, columns_of(sample)[HIDDEN_STATES])[0]
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -27,6 +27,7 @@ from hsx_dist.reading import Run, Sample
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.liveness import require_dead
 from hsx_dist.reading.missing import mark_of, removal_mark
+from hsx_dist.reading.sample import columns_of
 from hsx_dist.reading.statistics import compute_statistics, store_statistics
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import RandomSample, random_sample
@@ -71,13 +72,13 @@ def test_show_reads_the_layers_of_a_small_sample_at_once(monkeypatch: pytest.Mon
     loads: list[Any] = []
     load = Sample.load_carrier
     monkeypatch.setattr(Sample, "load_carrier", lambda *a, **k: loads.append(a[1]) or load(*a, **k))
-    norms = _layer_norms(sample, "hidden_states", sample.points["hidden_states"])
+    norms = _layer_norms(sample, "hidden_states", columns_of(sample)["hidden_states"])
     assert loads == [layers]
     states = sample.load(framework="numpy")["hidden_states"].astype(np.float64)
     assert [n["layer"] for n in norms] == list(layers)
     assert norms[77]["max_norm"] == np.linalg.norm(states[:, 77], axis=1).max()
     monkeypatch.setattr(inspect, "_BYTES_AT_ONCE", (9 * 4 * 2 + 4 * 8) * 200)
-    assert _layer_norms(sample, "hidden_states", sample.points["hidden_states"]) == norms
+    assert _layer_norms(sample, "hidden_states", columns_of(sample)["hidden_states"]) == norms
     assert [len(some) for some in loads] == [500, 200, 200, 100]
 
 

@@ -16,6 +16,7 @@ from hsx_dist.format.codecs import ZstdCodec
 from hsx_dist.format.codecs.base import EXPANSION_VARIABLE
 from hsx_dist.page import HIDDEN_STATES, token_hash
 from hsx_dist.reading import Run, Sample
+from hsx_dist.reading.sample import columns_of
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
@@ -72,7 +73,7 @@ def test_a_step_has_the_largest_chunk_of_the_point(monkeypatch: pytest.MonkeyPat
     load = Sample.load_carrier
     monkeypatch.setattr(Sample, "load_carrier", lambda *a: spans.append(a[2]) or load(*a))
     monkeypatch.setattr("hsx_dist.cli.inspect._BYTES_AT_ONCE", 64 * 8 * 2 + 8 * 8)  # one layer of the large chunk
-    norms = _layer_norms(sample, HIDDEN_STATES, sample.points[HIDDEN_STATES])
+    norms = _layer_norms(sample, HIDDEN_STATES, columns_of(sample)[HIDDEN_STATES])
     assert set(spans) == {(0, 64), (64, 128)}
     whole = sample.load(framework="numpy")["hidden_states"].astype(np.float64)
     assert norms[5]["max_norm"] == np.linalg.norm(whole[:, 5], axis=1).max()
