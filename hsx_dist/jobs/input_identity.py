@@ -29,24 +29,35 @@ def count_rows(place: Place, rows: Rows, manifest: Manifest, *, retry_poison: bo
     first: Mapping[str, str] = place.info.get("first_rows") or {}
     total = todo = 0
     stored = not manifest.samples
+    unread: dict[str, RowFate] = {}  # default key of an unreadable row → the row, if a sample has this key
     for row in rows():
         total += 1
         todo += not accounted(row, manifest, retry_poison=retry_poison)
-        keys = [row.key]
-        file, mark, number = row.key.rpartition("#")
-        # An unreadable row has another key than the same row had. A refused row with an id may have any key.
-        if isinstance(row, RowFate) and mark and len(number) >= 8 and number.isascii() and number.isdecimal():
-            keys.append(f"{file}:{number}" if file else str(int(number)))
-        for key in keys:
-            if (content := manifest.content_of(key)) is not None:
-                stored = True
-                _require_content(place, row, content, first.get(key))
+        if (content := manifest.content_of(row.key)) is not None:
+            stored = True
+            _require_content(place, row, content, first.get(row.key))
+        if isinstance(row, RowFate) and (default := _default_key(row.key)) and manifest.content_of(default):
+            unread[default] = row
+    if unread:
+        # Each sample is of its unreadable row, unless another row has this key as its id.
+        for row in rows():
+            unread.pop(row.key, None)
+        for key, fate in unread.items():
+            _require_content(place, fate, manifest.content_of(key) or "", None)
     if not stored:
         raise RunMismatch(
             f"{place.root.url}: expected the input of the stored samples, got none of their rows (such as "
             f"{next(iter(manifest.samples))!r}). Choose another output, or the same input"
         )
     return total, todo
+
+
+def _default_key(number_key: str) -> str | None:
+    """Return the key that an unreadable row without an id had when it was readable. None: the key is an id."""
+    file, mark, number = number_key.rpartition("#")
+    if not mark or len(number) < 8 or not (number.isascii() and number.isdecimal()):
+        return None
+    return f"{file}:{number}" if file else str(int(number))
 
 
 def _require_content(place: Place, row: Row | RowFate, content: str, old_content: str | None) -> None:
