@@ -124,12 +124,12 @@ def remove(store: Store, name: str, now: float | None = None) -> bool:
     or conflicted would get the object of another request.
 
     A server may store the same name again at any moment. The version is read before the expiry, and the delete is
-    conditional on that version. Therefore no order of events deletes an object that has not expired:
+    conditional on that version. Therefore no order of puts deletes an object that has not expired:
 
     - S3 and GCS refuse to delete another version. ``require_conditional_deletes`` checks this.
     - In a folder, puts and the delete exclude each other (``store.inode_lock``). They do so across machines if the file
       system supports locks there. Puts of a user who may replace the object but not write it exclude deletes, but not
-      each other.
+      each other. A delete by another program, and a put behind it, are not excluded: docs/operations.md states this.
     - The delete holds the object's lock file, so that it never removes a lock file that a server holds. An object that
       a server or a reader holds is left for the next call.
 

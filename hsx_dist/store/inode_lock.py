@@ -3,6 +3,9 @@
 They are advisory locks of the *current* object's inode: open file description locks, which NFS passes to its server.
 Each operation locks the inode exclusively. Of two puts the second waits, and then finds another current object.
 
+They exclude no delete by a program that takes no lock. Such a delete, and a put of the same name behind it, may both
+happen between the check of a conditional operation and its change of the name.
+
 Only a process that may write the file can lock it exclusively. A put continues if others hold read locks only, so that
 a user who may only read cannot block it. A put by a user who may not write the object takes a read lock: it excludes
 deletes, but not other such puts. Lock files use ``flock``, which does not interact with these locks.
