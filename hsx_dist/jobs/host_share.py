@@ -28,5 +28,5 @@ def host_share(config: ExtractConfig) -> HostShare:
 
 
 def writer_bytes(config: ExtractConfig) -> int:
-    """Limit of pages that a writer encodes and of encoded bytes that it has not stored."""
+    """Limit of pages that a writer encodes and of encoded bytes that it has not stored, with their metadata."""
     return int(config.writers.credit_bytes) + int(config.part_bytes)

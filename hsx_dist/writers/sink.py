@@ -24,7 +24,7 @@ from hsx_dist.text import bounded
 from hsx_dist.writers.committer import PartCommitter
 from hsx_dist.writers.daemon import DaemonPool
 from hsx_dist.writers.events import Event, Lost, reason_not_stored
-from hsx_dist.writers.filling import Filling, OpenPart
+from hsx_dist.writers.filling import Filling, OpenPart, bytes_besides, first_page_besides
 from hsx_dist.writers.sample_columns import SampleColumns
 from hsx_dist.writers.sanity_checks import SanityChecks
 
@@ -38,8 +38,8 @@ class SinkOptions:
     Attributes:
         about: metadata of every part (model, revision, versions …).
         attempt: 0: there is no run, and objects have no receipts (a server's ``layout="sample"``).
-        max_bytes: limit of raw bytes being encoded plus encoded bytes not yet stored. One segment of every sender and
-            one part are always accepted.
+        max_bytes: limit of raw bytes being encoded plus encoded bytes not yet stored, in a run with the segments' other
+            memory. One segment of every sender and one part are always accepted.
         uploads: number of parts stored at once.
         stale_seconds: a run's unfinished segment without a new page for this long is dropped. Time in which the store
             accepts no part does not count, because the pages wait then.
@@ -130,10 +130,12 @@ class PartSink:
         """
         came = time.monotonic()
         arrival = self.arrive() if arrival is None else arrival
-        self._admit(page.nbytes, arrival)
+        # All bytes besides states are counted with the segment's first page. A server's ring has counted its own.
+        besides = first_page_besides(page) if self._opt.attempt and page.first else 0
+        self._admit(page.nbytes + besides, arrival)
         admitted = time.monotonic()
         key = (*page.segment.id, page.segment.source)
-        grown = -page.nbytes
+        grown = -page.nbytes - besides
         filling = None
         done = False
         try:
@@ -151,8 +153,8 @@ class PartSink:
                 # If several threads add to one segment, exactly one finds it complete *and* not yet removed.
                 here = self._filling.get(key) is filling and not filling.lost
                 if here:
-                    grown += size
-                    filling.nbytes += size
+                    grown += size + besides
+                    filling.nbytes += size + besides
                 done = here and filling.encoder.complete
                 if done:
                     del self._filling[key]
@@ -181,7 +183,7 @@ class PartSink:
     def _lose(self, filling: Filling | None, segment: Segment, error: Exception) -> int:
         """Mark the segment of a failed page as lost, and report it once. Its later pages are dropped.
 
-        Returns the number of encoded bytes that are freed.
+        Returns the number of bytes that are freed.
         """
         with self._lock:
             told, freed = filling is not None and filling.lost, 0
@@ -196,21 +198,20 @@ class PartSink:
         """Report a segment as lost, with the columns that wait for it."""
         with self._lock:
             others = self._columns.lose(segment) if self._gathers(segment) else []
-            self._held -= sum(other.nbytes for other in others)
+            self._held -= sum(map(self._held_by, others))
             self._lock.notify_all()
         self._on_event(Lost((segment, *(other.segment for other in others)), why))
 
     def _finish(self, filling: Filling) -> int:
         """Append a complete segment to the open part, or report it as lost.
 
-        Returns the number of bytes that are no longer held. Negative if attached arrays add bytes.
+        Returns the number of bytes that are no longer held. Negative if the segment takes more than its pages did.
         """
         segment = filling.encoder.finish()
-        attached = filling.nbytes - segment.nbytes
         found = filling.scan.findings(segment.info.layer_ids)
         if not found:
             self._append(segment, filling.arrival)
-            return attached
+            return filling.nbytes - self._held_by(segment)
         self.meter.add("nonfinite_rows", int(filling.scan.nonfinite.sum()))
         self.meter.add("zero_layers", int(filling.scan.zero.sum()))
         about = {"key": segment.segment.key, "row": segment.segment.row}
@@ -219,8 +220,9 @@ class PartSink:
             self._lose_sample(segment.segment, f"its states are wrong: {found} (on_bad_rows is 'fail')")
             return filling.nbytes
         flagged = replace(segment.segment, meta={**segment.segment.meta, "bad": found})
-        self._append(replace(segment, info=replace(segment.info, segment=flagged)), filling.arrival)
-        return attached
+        segment = replace(segment, info=replace(segment.info, segment=flagged))
+        self._append(segment, filling.arrival)
+        return filling.nbytes - self._held_by(segment)
 
     def _filling_for(self, page: Page, arrival: int) -> Filling:
         """Return the collected pages of this copy of the segment.
@@ -271,6 +273,9 @@ class PartSink:
                 self._line.remove(arrival)
                 self._lock.notify_all()
 
+    def _held_by(self, segment: EncodedSegment) -> int:
+        return segment.nbytes + (bytes_besides(segment.info) if self._opt.attempt else 0)
+
     def _append(self, segment: EncodedSegment, arrival: int) -> None:
         header_bytes = segment.header_nbytes  # first: it raises if the sample's metadata does not fit into a header
         segments: Sequence[EncodedSegment] | None = [segment]
@@ -278,7 +283,7 @@ class PartSink:
             if self._gathers(segment.segment):
                 segments = self._columns.take(segment)
             if segments is None:
-                self._held -= segment.nbytes
+                self._held -= self._held_by(segment)
             elif segments:
                 self._append_locked(segments, header_bytes, arrival)
         if segments is None:
@@ -286,18 +291,11 @@ class PartSink:
 
     def _append_locked(self, segments: Sequence[EncodedSegment], header_bytes: int, arrival: int) -> None:
         """Append segments to the open part. Several segments are all columns of one sample."""
-        names = {segment.segment.id for segment in segments}
-        if not names.isdisjoint(self._open.names):
+        if not self._open.names.isdisjoint(segment.segment.id for segment in segments):
             # The row was recomputed after its engine died, and the open part still has the first copy.
             self._seal_locked()
         part = self._open
-        if not part.segments:
-            part.since = time.monotonic()
-        part.segments.extend(segments)
-        part.names |= names
-        part.nbytes += sum(segment.nbytes for segment in segments)
-        part.header_bytes += header_bytes
-        part.arrival = arrival
+        part.add(segments, sum(map(self._held_by, segments)), header_bytes, arrival)
         full = part.nbytes >= self._opt.part_bytes or part.header_bytes >= MAX_HEADER_BYTES
         if full or self._opt.layout == "sample":
             self._seal_locked()
@@ -338,7 +336,6 @@ class PartSink:
                     self._lock.notify_all()
 
     def _store_part(self, part: OpenPart, number: int) -> None:
-        nbytes = part.nbytes
         try:
             self._commit(part, number)
         finally:
@@ -348,7 +345,7 @@ class PartSink:
             with self._lock:
                 self._storing -= 1
                 self._stored_at = time.monotonic()
-                self._held -= nbytes
+                self._held -= part.held
                 self._lock.notify_all()
 
     def _commit(self, part: OpenPart, number: int) -> None:
@@ -442,5 +439,5 @@ class PartSink:
 
     @property
     def held_bytes(self) -> int:
-        """Raw bytes being encoded and encoded bytes not yet stored."""
+        """Raw bytes being encoded, encoded bytes not yet stored, and in a run the segments' other memory."""
         return self._held

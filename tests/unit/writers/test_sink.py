@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -151,6 +152,47 @@ def test_a_sink_without_free_memory_seals_whole_samples_before_a_part_is_full(st
             sink.add(page)
     sink.close()
     assert len(load_manifest(store).samples) == 20
+
+
+def with_metadata(key: str, n: int, metadata: str, label: np.ndarray) -> list[Page]:
+    found = pages(key, n)
+    extra = [{"attached": {"label": label}} if page.segment.index == 0 else {} for page in found]
+    return [replace(p, segment=replace(p.segment, metadata=metadata, **e)) for p, e in zip(found, extra, strict=True)]
+
+
+def test_metadata_and_attached_arrays_count_as_held_until_their_part_is_stored(store):
+    """The store is slow, and states are small: without the count, any number of metadata would wait for the store."""
+    most = 4 << 20
+    sink = PartSink(store, options(max_bytes=most), lambda _: None)
+    metadata = json.dumps({"text": "x" * 64_000})
+    first, *rest = with_metadata("a", 100, metadata, np.zeros(100_000, np.uint8))
+    sink.add(first)
+    assert sink.held_bytes > len(metadata) + 100_000
+    for page in rest:
+        sink.add(page)
+    kept = []
+    for i in range(40):
+        (page,) = with_metadata(f"k{i}", 1, metadata, np.zeros(1, np.uint8))
+        sink.add(page)
+        kept.append(sink.held_bytes)
+    assert max(kept) <= most
+    sink.flush()
+    assert sink.held_bytes == 0
+    sink.close()
+    assert len(load_manifest(store).samples) == 41
+    assert len(load_manifest(store).parts) > 1
+
+
+@pytest.mark.parametrize("on_bad_rows", ["flag", "fail"])
+def test_a_segment_with_more_metadata_than_the_sink_may_hold_is_stored_alone(store, on_bad_rows):
+    sink = PartSink(store, options(max_bytes=1, on_bad_rows=on_bad_rows), lambda _: None)
+    for i in range(4):
+        for page in with_metadata(f"k{i}", 100, json.dumps({"i": i}), np.zeros(100, np.uint8)):
+            sink.add(replace(page, data=np.zeros_like(page.data)) if i == 2 else page)
+    sink.flush()
+    assert sink.held_bytes == 0
+    sink.close()
+    assert len(load_manifest(store).samples) == (4 if on_bad_rows == "flag" else 3)
 
 
 def test_threads_release_every_page_once_and_flush_waits_for_them(store):

@@ -96,7 +96,7 @@ def test_verify_finds_a_part_that_the_store_did_not_keep(store, liar):
 
 def test_a_hanging_store_blocks_the_sender_and_loses_no_sample(store):
     hanging = HangingStore(store, Strike({"put"}))
-    held = options(part_bytes=1, max_bytes=4 * pages("k", 5)[0].nbytes)
+    held = options(part_bytes=1, max_bytes=64 << 10)
     events = []
     sink = PartSink(hanging, held, events.append)
 
