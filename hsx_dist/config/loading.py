@@ -21,6 +21,8 @@ from hsx_dist.errors import ConfigError
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 #: Text of the file in PyYAML's messages, which may be a credential. Single characters and token names are none.
 _QUOTED = re.compile(r"""(['"])(?!<[a-z ]+>\1|\\?.\1).*""", re.DOTALL)
+#: Characters that the aliases of one text may stand for.
+_MAX_ALIASED = 100_000
 _ENV = re.compile(r"\$\{env:([^}]*)\}")
 
 
@@ -95,7 +97,35 @@ def with_environment(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Loads YAML in which a repeated key is an error: the first value would be lost silently."""
+    """Loads YAML in which a repeated key is an error: the first value would be lost silently.
+
+    So are aliases that stand for too much text: later code visits each of them, and nested ones multiply.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._length = 0  # of the text so far, one more for each value, if the values were in place of their aliases
+        self._aliased = 0  # the part of this length that is from aliases
+        self._lengths: dict[yaml.Node | None, int] = {}  # of each complete node, in the same way
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        before = self._length
+        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
+        node = super().compose_node(parent, index)
+        if alias is None:
+            self._length += 1 + (len(node.value) if isinstance(node, yaml.ScalarNode) else 0)
+            self._lengths[node] = self._length - before
+            return node
+        length = self._lengths.get(node)
+        if length is None:
+            raise yaml.composer.ComposerError(problem="an alias within its own value", problem_mark=alias.start_mark)
+        self._length += length
+        self._aliased += length
+        if self._aliased > _MAX_ALIASED:
+            raise yaml.composer.ComposerError(
+                problem=f"aliases of more than {_MAX_ALIASED:,} characters", problem_mark=alias.start_mark
+            )
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()

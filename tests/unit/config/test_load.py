@@ -9,6 +9,8 @@ from hsx_dist.config import ExtractConfig, load_config, parse_storage_options
 from hsx_dist.errors import ConfigError
 
 LEAST: dict[str, Any] = {"output": "runs/x", "model": "m"}
+#: Each line has ten aliases of the line before.
+ALIASES = "a0: &a0 {k: value}\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 8))
 
 
 def refusal(*overrides: str, **direct: Any) -> str:
@@ -48,6 +50,13 @@ def test_file_then_direct_then_overrides(tmp_path: Path) -> None:
     assert config.layers == [2, "last"]
     assert config.input.path == "p"
     assert config.input.id is None
+
+
+def test_aliases(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("output: a\nmodel: m\nengine_kwargs: {a: &a {seed: 1}, b: *a}\n")
+    config = load_config(str(path), ["engine_kwargs.c={d: &d [1], e: *d}"])
+    assert config.engine_kwargs == {"a": {"seed": 1}, "b": {"seed": 1}, "c": {"d": [1], "e": [1]}}
 
 
 def test_an_override_creates_missing_parent_mappings() -> None:
@@ -151,6 +160,8 @@ def test_keyword_arguments_for_other_libraries_are_not_changed() -> None:
         (f"task_rows: {'9' * 5000}\n", "expected YAML"),
         ("[" * 3000, "expected YAML"),
         ("? {a: b}\n: c\n", "expected YAML"),
+        (ALIASES, "line 5, column 55 expected YAML, got: aliases of more than 100,000 characters"),
+        ("a: &a [*a]\n", "an alias within its own value"),
     ],
 )
 def test_missing_and_malformed_files_are_refused(tmp_path: Path, text: str | None, words: str) -> None:
