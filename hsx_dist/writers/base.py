@@ -14,6 +14,12 @@ CALL_BYTES = 1 << 20
 ABROAD_BYTES = 64 << 20
 
 
+def sent_bytes(page: Page) -> int:
+    """Return the bytes of a page in a call to a writer: its states, metadata and attached arrays."""
+    segment = page.segment
+    return page.nbytes + len(segment.metadata) + sum(array.nbytes for array in segment.attached.values())
+
+
 class Sender(Protocol):
     """Sends pages to writers. Used by one thread."""
 

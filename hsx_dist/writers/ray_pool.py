@@ -29,7 +29,7 @@ from hsx_dist.store import Store, open_store
 from hsx_dist.store.opening import Backend
 from hsx_dist.store.prefix import PrefixStore
 from hsx_dist.text import bounded
-from hsx_dist.writers.base import ABROAD_BYTES, CALL_BYTES
+from hsx_dist.writers.base import ABROAD_BYTES, CALL_BYTES, sent_bytes
 from hsx_dist.writers.credits import Credits
 from hsx_dist.writers.events import Counted, Event, Lost, Unusable
 from hsx_dist.writers.sink import PartSink, SinkOptions
@@ -272,7 +272,7 @@ class RaySender:
             segment = page.segment
             key = (*segment.id, segment.source)
             if key not in self._route:
-                self._route[key] = self._choose(page.nbytes, planned)
+                self._route[key] = self._choose(sent_bytes(page), planned)
                 if self._route[key] is None:
                     self._on_lost(Lost((segment,), "there is no writer"))
             writer = self._route[key]
@@ -281,7 +281,7 @@ class RaySender:
             if writer is None:
                 continue  # reported when its writer died or was removed
             batches.setdefault(id(writer), (writer, []))[1].append(page)
-            planned[id(writer)] = planned.get(id(writer), 0) + page.nbytes
+            planned[id(writer)] = planned.get(id(writer), 0) + sent_bytes(page)
         return list(batches.values())
 
     def _choose(self, nbytes: int, planned: dict[int, int]) -> _Writer | None:
@@ -315,13 +315,13 @@ class RaySender:
     def _send_to(self, writer: _Writer, pages: list[Page]) -> None:
         at = 0
         while at < len(pages):
-            nbytes = pages[at].nbytes
+            nbytes = sent_bytes(pages[at])
             end = at + 1
             limit, abroad = self._limit(writer), writer.node != self._node
             if abroad:
                 limit = min(limit, self._abroad_bytes)
-            while end < len(pages) and nbytes + pages[end].nbytes <= limit:
-                nbytes += pages[end].nbytes
+            while end < len(pages) and nbytes + sent_bytes(pages[end]) <= limit:
+                nbytes += sent_bytes(pages[end])
                 end += 1
             epoch = writer.epoch
             before = time.monotonic()
@@ -345,7 +345,7 @@ class RaySender:
     def _call(self, writer: _Writer, batch: Sequence[Page]) -> None:
         # Ray copies the arrays into its object store before .remote() returns. After that the ring may reuse them.
         ref = writer.actor.add_pages.remote(self._name, list(batch))
-        nbytes = sum(page.nbytes for page in batch)
+        nbytes = sum(map(sent_bytes, batch))
         writer.unanswered[ref] = (nbytes, tuple(page.segment for page in batch))
         writer.nbytes += nbytes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +24,13 @@ def pages(count: int, nbytes: int) -> list[Page]:
     ]
 
 
-def calls(count: int, nbytes: int) -> list[int]:
-    """Bytes for each of four writers with room for all."""
+def calls(count: int, nbytes: int, **segment: Any) -> list[int]:
+    """Bytes of states for each of four writers with room for all. ``segment``: changes of each page's segment."""
     sender = RaySender([("here", f"writer {i}") for i in range(4)], print, node="here")
     for writer in sender._writers:
         writer.credit, writer.asked, writer.answered = 1 << 30, True, time.monotonic()
-    return [sum(p.nbytes for p in batch) for _, batch in sender._routed(pages(count, nbytes))]
+    sent = [replace(page, segment=replace(page.segment, **segment)) for page in pages(count, nbytes)]
+    return [sum(p.nbytes for p in batch) for _, batch in sender._routed(sent)]
 
 
 def test_small_pages_fill_a_call_before_the_next_writer_gets_one():
@@ -54,6 +56,12 @@ def test_old_credit_is_ignored(monkeypatch):
 
 def test_large_pages_are_spread():
     assert calls(8, CALL_BYTES) == [2 * CALL_BYTES] * 4
+
+
+def test_metadata_and_attached_arrays_count_as_sent():
+    assert calls(8, 4096) == [8 * 4096]
+    assert calls(8, 4096, metadata="x" * CALL_BYTES) == [2 * 4096] * 4
+    assert calls(8, 4096, attached={"label": np.zeros(CALL_BYTES, np.uint8)}) == [2 * 4096] * 4
 
 
 def test_pages_for_other_nodes_stay_within_their_bound_in_the_object_store():
