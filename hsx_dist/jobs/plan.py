@@ -115,7 +115,7 @@ def make_plan(
         rows=measured.usable + measured.unreadable,
         unreadable=measured.unreadable,
         sampled=len(measured.lengths),
-        refused=dict(measured.refused.most_common()),
+        refused=dict(Counter(row.refused for row in measured.lengths if row.refused).most_common()),
         tokens=tokens,
         stored_tokens=stored_tokens,
         margin=_margin([row.kept for row in measured.lengths], measured.usable),
@@ -158,11 +158,12 @@ def _stored_bytes(
 
 @dataclass(frozen=True)
 class _RowLength:
-    """A row's ``computed`` and ``kept`` tokens, and its bytes without states (``beside``). 0 for a refused row."""
+    """A row's ``computed`` and ``kept`` tokens, and its bytes without states (``beside``). 0 for a ``refused`` row."""
 
     computed: int = 0
     kept: int = 0
     beside: float = 0.0
+    refused: str = ""  # why
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,6 @@ class _Measured:
 
     usable: int
     unreadable: int
-    refused: Counter[str]
     lengths: list[_RowLength]
 
     def scaled(self, values: Iterable[float]) -> int:
@@ -188,19 +188,17 @@ def _measure(config: ExtractConfig, model: Model, rows: Iterator[Row | RowFate],
         vocab_size=model.vocab_size,
         rules=RowRules.of(config),
     )
-    usable, unreadable, some = _sample(rows, sample_rows)
-    measured = _Measured(usable, unreadable, Counter(), [])
-    for row in some:
+
+    def length(row: Row) -> _RowLength:
         try:
             encoded = encoder.encode(row)
         except InputError as e:
-            measured.refused[str(e).split(", got", 1)[0]] += 1
-            measured.lengths.append(_RowLength())
-            continue
+            return _RowLength(refused=str(e).split(", got", 1)[0])
         computed = min(len(encoded.token_ids) + _longest_answer(config) - 1, model.max_tokens)
         kept = kept_tokens(encoded, computed, config)
-        measured.lengths.append(_RowLength(computed, kept, _overhead_bytes(row, encoded, kept, model, config)))
-    return measured
+        return _RowLength(computed, kept, _overhead_bytes(row, encoded, kept, model, config))
+
+    return _Measured(*_sample(rows, sample_rows, length))
 
 
 def _longest_answer(config: ExtractConfig) -> int:
@@ -240,23 +238,26 @@ def kept_tokens(encoded: Encoded, computed: int, config: ExtractConfig) -> int:
     return computed
 
 
-def _sample(rows: Iterator[Row | RowFate], size: int) -> tuple[int, int, list[Row]]:
-    """Return the number of usable rows, the number of others, and ``size`` random usable rows.
+def _sample(
+    rows: Iterator[Row | RowFate], size: int, length: Callable[[Row], _RowLength]
+) -> tuple[int, int, list[_RowLength]]:
+    """Return the number of usable rows, the number of others, and ``length`` of ``size`` random usable rows.
 
-    Each row is equally likely. The same input gives the same rows.
+    Each row is equally likely. The same input gives the same rows. Keeps no rows, because a thousand may fill the
+    memory. So it measures ``size * (1 + log(usable / size))`` rows: 8,000 for a thousand of a million.
     Algorithm R: Vitter, Random Sampling with a Reservoir, 1985."""
     chance = random.Random(0)  # noqa: S311 (a sample, not a secret)
     usable = unreadable = 0
-    some: list[Row] = []
+    some: list[_RowLength] = []
     for row in rows:
         if not isinstance(row, Row):
             unreadable += 1
             continue
         usable += 1
         if len(some) < size:
-            some.append(row)
+            some.append(length(row))
         elif (place := chance.randrange(usable)) < size:
-            some[place] = row
+            some[place] = length(row)
     return usable, unreadable, some
 
 

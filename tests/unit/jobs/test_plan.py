@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,7 @@ def config(model: Path, **settings: Any) -> ExtractConfig:
     return load_config(None, output="runs/x", model=str(model), pool="threads", **settings)
 
 
-def plan(model: Path, rows: list[Any], sample_rows: int = 1000, rate: float = 100.0, **settings: Any) -> RunPlan:
+def plan(model: Path, rows: Iterable[Any], sample_rows: int = 1000, rate: float = 100.0, **settings: Any) -> RunPlan:
     made = config(model, **settings)
     return make_plan(made, lambda: rows_from(rows, made.input), sample_rows=sample_rows, tokens_per_second=rate)
 
@@ -102,6 +104,22 @@ def test_rows_that_would_be_refused(tiny_model_path: Path) -> None:
     assert found.tokens == 60
     assert sum(found.refused.values()) == 2
     assert any("at most 511 tokens" in reason for reason in found.refused)
+
+
+def test_a_plan_keeps_no_rows(tiny_model_path: Path) -> None:
+    class Text(str):
+        """A text that can be referenced weakly."""
+
+    texts: list[weakref.ref[Text]] = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number in range(20):
+            assert sum(text() is not None for text in texts) <= 2
+            text = Text(f"a {number}")
+            texts.append(weakref.ref(text))
+            yield {"text": text}
+
+    assert plan(tiny_model_path, rows()).sampled == 20
 
 
 def test_parts(tiny_model_path: Path) -> None:
