@@ -1,7 +1,8 @@
-"""Estimates a row's size as Python objects, before they are created: a few KiB of a file can become many GiB."""
+"""Estimates a row's size as Python objects, also before they are created: a few KiB of a file can become many GiB."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,23 @@ def cost_of_json(line: bytes | str) -> int:
         items, lists, objects, colons = map(line.count, (b",", b"[", b"{", b":"))
     members = count_members(line, colons) if colons > _FEW_COLONS else 0  # colons in strings are no members
     return 8 * len(line) + 40 * items + 70 * lists + 250 * objects + _MEMBER * max(0, members - _FEW_MEMBERS * objects)
+
+
+def memory_of(value: Any) -> int:
+    """Return about how many bytes a JSON value takes as Python objects. Counts a shared object at each of its places.
+    Does not recurse."""
+    total, todo = 0, [value]
+    while todo:
+        item = todo.pop()
+        total += sys.getsizeof(item)
+        if isinstance(item, str) and not item.isascii():
+            total += sys.getsizeof(item)  # pickle adds its UTF-8 to the object
+        elif isinstance(item, dict):
+            todo += item.keys()
+            todo += item.values()
+        elif isinstance(item, list):
+            todo += item
+    return total
 
 
 def cost_of_columns(batch: Any, most: int) -> int:

@@ -16,7 +16,7 @@ from hsx_dist.inputs.content import CONTENT_CHECKS, as_messages, as_tools, json_
 from hsx_dist.inputs.listing import find_input
 from hsx_dist.inputs.reader import read_in_child
 from hsx_dist.inputs.records import RecordBatch, read_batches
-from hsx_dist.inputs.row_cost import cost_of_json, most_cost
+from hsx_dist.inputs.row_cost import cost_of_json, memory_of, most_cost
 from hsx_dist.inputs.row_values import is_unicode, kind_of, row_json, shown
 from hsx_dist.inputs.tables import Unreadable
 from hsx_dist.logger import get_logger
@@ -62,6 +62,12 @@ class Row:
     def body(self) -> bytes:
         """JSON of the fields that determine the sample, in order: a chat template may print members in order."""
         return _json([self.text, self.messages, self.token_ids, self.tools, self.loss_mask, self.metadata])
+
+    @property
+    def memory(self) -> int:
+        """About how many bytes the row takes as Python objects."""
+        numbers = 40 * len(self.token_ids or ()) + 8 * len(self.loss_mask or ())  # Python shares the objects 0 and 1
+        return 500 + numbers + sum(map(memory_of, (self.key, self.text, self.messages, self.tools, self.metadata)))
 
     @property
     def old_content(self) -> str:

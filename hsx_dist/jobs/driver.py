@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Literal
 
@@ -27,6 +28,7 @@ from hsx_dist.format.manifest import Manifest, Receipt, RowFate
 from hsx_dist.inputs.rows import Row
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import Limits, Verdict
+from hsx_dist.jobs.under_way import TASK_BYTES, UnderWay
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.progress import Progress
 from hsx_dist.writers.events import Counted, Lost
@@ -50,7 +52,7 @@ class Driver:
     A row also runs alone after ``TRIES_TOGETHER`` tries, if the last one ended with its engine's death. A row whose
     engine dies while no other row is in it counts as ``poison``. A node's death does not count as a try.
 
-    Keeps in memory only the rows that are with replicas or writers.
+    Keeps in memory only the rows that are with replicas or writers, and reads no more while these are too large.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Driver:
         self._alone: deque[Task] = deque()
         self._shipped: dict[str, tuple[Row, int]] = {}  # key → row, tries: writers have it, no receipt yet
         self._excused = False  # whether a node or a connection may have lost rows without a receipt
-        self._under_way = 0
+        self._under_way = UnderWay()
         self._numbers = 0
         self._exhausted = False
         self._paused = ""
@@ -119,7 +121,7 @@ class Driver:
     @property
     def counts(self) -> dict[str, int]:
         """Ready replicas and rows under way, for display."""
-        return {"replicas": len(self._ready), "under_way": self._under_way}
+        return {"replicas": len(self._ready), "under_way": len(self._under_way)}
 
     def run(self, rows: Iterator[Row | RowFate]) -> None:
         """Run all rows.
@@ -178,7 +180,9 @@ class Driver:
         rows, nbytes = len(self._manifest.samples), self._manifest.stored_bytes
         # Until some rows are stored, the raw size is the estimate. It is an upper limit.
         raw = self._token_bytes * self._progress.tokens / max(self._answered, 1)
-        return self._limits.verdict(rows, nbytes, self._under_way, nbytes / rows if rows else raw)
+        verdict = self._limits.verdict(rows, nbytes, len(self._under_way), nbytes / rows if rows else raw)
+        full = self._under_way.is_full(TASKS_A_REPLICA * len(self._ready))
+        return replace(verdict, capacity=0) if full else verdict
 
     def _free_replica(self) -> int | None:
         staying = self._ready.keys() - self._leaving
@@ -201,7 +205,8 @@ class Driver:
             return self._again.popleft()
         most = self._task_rows if verdict.capacity is None else min(self._task_rows, verdict.capacity)
         batch: list[Row] = []
-        while len(batch) < most and not self._exhausted:
+        size = 0
+        while len(batch) < most and size < TASK_BYTES and not self._exhausted:
             item = next(rows, None)
             if item is None:
                 self._exhausted = True
@@ -209,7 +214,7 @@ class Driver:
                 self._give_up(item)
             else:
                 batch.append(item)
-        self._under_way += len(batch)
+                size += self._under_way.add(item)
         return self._task(tuple(batch), 0) if batch else None
 
     def _task(self, rows: tuple[Row, ...], tries: int, *, alone: bool = False) -> Task:
@@ -300,11 +305,11 @@ class Driver:
         self._given.pop(task.number, None)
         rows = {r.key: r for r in task.rows}
         for fate in result.refused:
-            self._under_way -= 1
+            self._under_way.drop([fate.key])
             self._give_up(fate)
         for key in result.shipped:
             if key in self._manifest.samples:  # the receipt arrived before the replica's answer
-                self._under_way -= 1
+                self._under_way.drop([key])
             else:
                 self._shipped[key] = (rows[key], task.tries)
         for key, reason in result.skipped:
@@ -317,8 +322,10 @@ class Driver:
         samples, parts = len(self._manifest.samples), len(self._manifest.parts)
         self._manifest.add(receipt)
         for proof in receipt.segments:
-            if proof.segment.key in self._manifest.samples:
-                self._under_way -= self._shipped.pop(proof.segment.key, None) is not None
+            key = proof.segment.key
+            if key in self._manifest.samples and key in self._shipped:
+                del self._shipped[key]
+                self._under_way.drop([key])
         if len(self._manifest.parts) > parts:
             # A sample counts when all of its segments have receipts, in any order.
             rows = len(self._manifest.samples) - samples
@@ -350,7 +357,7 @@ class Driver:
             )
         for task in tasks:
             rows = tuple(r for r in task.rows if r.key not in self._manifest.samples)
-            self._under_way -= len(task.rows) - len(rows)
+            self._under_way.drop(r.key for r in task.rows if r.key in self._manifest.samples)
             if event.blameless:
                 # The death of a machine does not count as a try of the rows.
                 self._queue(rows, task.tries, alone=task.alone)
@@ -382,7 +389,7 @@ class Driver:
         shipped, self._shipped = self._shipped, {}
         for key, (row, tries) in shipped.items():
             if key in self._manifest.samples:
-                self._under_way -= 1
+                self._under_way.drop([key])
                 self._progress.stored(rows=1, raw_bytes=0, stored_bytes=0)
             elif self._excused:
                 self._queue((row,), tries)
@@ -408,6 +415,6 @@ class Driver:
         self._progress.retried(len(rows))
 
     def _end_rows(self, rows: tuple[Row, ...], fate: Literal["failed", "poison"], reason: str, tries: int) -> None:
-        self._under_way -= len(rows)
+        self._under_way.drop(row.key for row in rows)
         for row in rows:
             self._give_up(RowFate(row.key, row.row, fate, reason, tries, row.content))

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import pickle
 import time
 import tracemalloc
 import zipfile
@@ -469,3 +470,27 @@ def test_texts_that_are_stored_once_and_named_often_are_an_error(
     with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
         for _ in read_rows(InputConfig(path=str(path))):
             pass
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": "a" * 100_000},
+        {"text": "\u4e2d" * 50_000},
+        {"text": "\U0001f600" + "a" * 50_000},
+        {"token_ids": [*range(1000, 50_000)]},
+        {"messages": [{"role": "user", "content": f"{i}" * 50} for i in range(2000)]},
+        {"messages": [{"role": "user", "content": "a", "more": {str(i): [i] for i in range(5000)}}]},
+        {"text": "a", "metadata": {"m": [{"a": 1000 + i} for i in range(5000)]}},
+    ],
+)
+def test_the_memory_of_a_row_is_that_of_its_objects(fields: dict[str, Any]) -> None:
+    line = pickle.dumps(Row("key", 0, **fields))
+    tracemalloc.start()
+    try:
+        row = pickle.loads(line)
+        pickle.dumps(row)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken < 1.3 * row.memory < 2.6 * taken

@@ -537,3 +537,28 @@ def test_a_sample_counts_once_in_any_order_of_its_receipts(ledger):
             driver._proven(part(seq, *segments))
             driver._proven(part(seq, *segments))  # reported again, as after a flush
         assert (progress.rows, progress.raw_bytes, progress.stored_bytes) == (2, 90, 200)
+
+
+@pytest.mark.parametrize("outcome", ["fine", "die", "vanish", "lose", "skip", "refuse"])
+def test_no_more_large_rows_are_under_way_than_the_limit(ledger, outcome):
+    fleet = LossyFleet(lambda task: outcome if task.number == 3 else "fine")
+    without_receipt = []
+    fleet.while_flushing = lambda: without_receipt.append(len(fleet.open))
+    text = "x" * (1 << 20)
+    driver = run(fleet, [Row(f"k{i}", i, text=text) for i in range(700)], ledger, task_rows=64)
+    assert len(ledger._manifest.samples) + len(ledger._manifest.refused) == 700
+    assert max(len(task.rows) for task in fleet.tasks) == 4  # 4 MiB
+    assert max(without_receipt) in range(250, 280)  # 256 MiB, and 4 MiB for each of four tasks
+    assert (driver.counts["under_way"], driver._under_way.nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize("outcome", ["fine", "die", "vanish", "lose", "skip", "refuse"])
+def test_rows_beyond_the_limit_run_one_after_another(ledger, outcome):
+    fleet = LossyFleet(lambda task: outcome if task.number == 3 else "fine")
+    without_receipt = []
+    fleet.while_flushing = lambda: without_receipt.append(len(fleet.open))
+    messages = [{"role": "user", "content": "x" * (1 << 20)}] * 300
+    run(fleet, [Row(f"k{i}", i, messages=messages) for i in range(5)], ledger, task_rows=64)
+    assert len(ledger._manifest.samples) + len(ledger._manifest.refused) == 5
+    assert {len(task.rows) for task in fleet.tasks} == {1}
+    assert max(without_receipt) == 1
