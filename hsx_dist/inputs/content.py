@@ -91,9 +91,13 @@ def _arguments(function: dict[str, Any], name: str, most: int) -> dict[str, Any]
 
 
 def _without_null(value: Any) -> Any:
+    """Remove null members in place, at every level: a second copy of a large row takes as much memory as the row."""
     if isinstance(value, dict):
-        return {k: _without_null(v) for k, v in value.items() if v is not None}
-    return [_without_null(v) for v in value] if isinstance(value, list) else value
+        for name in [name for name, item in value.items() if item is None]:
+            del value[name]
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _without_null(item)
+    return value
 
 
 def as_tools(value: Any, name: str, most: int) -> list[Any] | None:

@@ -26,6 +26,7 @@ from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs import decompress, lines, records, rows, tables
+from hsx_dist.inputs.content import as_messages, as_tools
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.inputs.row_cost import cost_of_columns, cost_of_json, most_cost
 from hsx_dist.inputs.rows import Row, read_rows, rows_from
@@ -470,6 +471,21 @@ def test_texts_that_are_stored_once_and_named_often_are_an_error(
     with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
         for _ in read_rows(InputConfig(path=str(path))):
             pass
+
+
+def test_nulls_are_removed_from_messages_and_tools_without_another_copy() -> None:
+    more = [{"a": i, "none": None, "b": [{"none": None}]} for i in range(5000)]
+    for read in (as_messages, as_tools):
+        given = [{"role": "user", "content": None, "more": more}]
+        tracemalloc.start()
+        try:
+            found = read(given, "field", 1 << 24)
+            kept, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 1.2 * kept
+        assert found[0]["more"] == [{"a": i, "b": [{}]} for i in range(5000)]
+        assert more[0]["none"] is None, "expected the caller's row unchanged"
 
 
 @pytest.mark.parametrize(
