@@ -26,6 +26,8 @@ _FEW_MEMBERS, _MEMBER = 5, 110
 _FEW_COLONS = _FREE_BYTES // _MEMBER
 #: Least cost of a value of a table, and the cost of a number.
 _VALUE = 64
+#: An integer key of a map becomes text, which takes more.
+_INTEGER_NAME = 16
 #: Costs of other values of a fixed width. pickle, which carries rows to the driver, remembers the parts of each.
 #: Timestamps in nanoseconds are larger objects, of pandas.
 _TIME, _DECIMAL, _TIMESTAMP, _TIMESTAMP_OF_ZONE = 200, 350, 280, 550
@@ -104,7 +106,12 @@ def _cost(values: Any, starts: _Numbers, sizes: _Numbers, most: int) -> int:
         if is_text:
             return 80 * n + _TEXT_BYTE * int((stops - starts).sum())
         if types.is_map(kind):  # becomes a mapping
-            return 250 * n + sum(_cost(child, starts, stops - starts, most) for child in (values.keys, values.items))
+            names = _INTEGER_NAME * int((stops - starts).sum()) if types.is_integer(kind.key_type) else 0
+            return (
+                250 * n
+                + names
+                + sum(_cost(child, starts, stops - starts, most) for child in (values.keys, values.items))
+            )
         return 120 * n + _cost(values.values, starts, stops - starts, most)
     at = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(n)
     if types.is_union(kind):

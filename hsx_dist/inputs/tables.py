@@ -14,6 +14,7 @@ from typing import IO, Any
 from hsx_dist.errors import ConfigError, FormatError, HsxError, install_extra
 from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, refuse_json, refuse_parquet_json, with_uuids_as_text
 from hsx_dist.inputs.decompress import FREE_BYTES, FREE_ROWS, MAX_EXPANSION, MOST_ROWS
+from hsx_dist.inputs.maps import with_objects
 from hsx_dist.inputs.row_cost import cost_of_columns, most_cost
 
 #: The first version of pyarrow with ``arrow_extensions_enabled``. Its memory pool returns the sum of all allocations.
@@ -340,10 +341,12 @@ def _records(batch: Any) -> list[Any]:
     A row without Python values becomes ``Unreadable``. It has a date after the year 9999, a text that is not UTF-8,
     nanoseconds, a map with a key twice, or a deeply nested type.
     """
-    # Without maps, Arrow is several times as fast without the option.
-    maps = "strict" if any("map<" in str(kind) for kind in batch.schema.types) else None
     try:
-        found: list[Any] = batch.to_pylist(maps_as_pydicts=maps)
+        found: list[Any] = batch.to_pylist()
+        for name, kind in zip(batch.schema.names, batch.schema.types, strict=True):
+            if (convert := with_objects(kind)) is not None:
+                for row in found:
+                    row[name] = convert(row[name])
         return found
     except Exception as e:  # noqa: BLE001 (each type of Arrow has its own)
         if batch.num_rows == 1:

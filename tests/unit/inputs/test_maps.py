@@ -16,7 +16,7 @@ from hsx_dist.config import InputConfig
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs.row_cost import cost_of_columns
 from hsx_dist.inputs.rows import Row, read_rows
-from hsx_dist.inputs.tables import _records
+from hsx_dist.inputs.tables import Unreadable, _records
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -82,13 +82,41 @@ def test_integer_keys_become_text(tmp_path: Path) -> None:
     assert row.metadata == {"tags": {"7": 1}}
 
 
+def test_no_object_has_integers_as_keys() -> None:
+    """Python hashes integers without a seed, so a mapping of chosen integers would take quadratic time."""
+    kind, numbers = pa.map_(pa.int64(), pa.map_(pa.uint8(), pa.int8())), [(-7, [(1, 2)]), (3, None), (-1, [])]
+    found = {"-7": {"1": 2}, "3": None, "-1": {}}
+    plain = pa.array([numbers, None], kind)
+    columns = {
+        "map": plain,
+        "list": pa.array([[numbers], None], pa.list_(kind)),
+        "view": pa.array([[numbers], None], pa.list_view(kind)),
+        "fixed": pa.array([[numbers], None], pa.list_(kind, 1)),
+        "structure": pa.array([{"a": numbers, "b": 1}, None], pa.struct([("a", kind), ("b", pa.int8())])),
+        "dictionary": pa.DictionaryArray.from_arrays(pa.array([0, None], pa.int8()), plain),
+    }
+    first, second = _records(pa.record_batch(columns))
+    lists = {name: [found] for name in ("list", "view", "fixed")}
+    assert first == {"map": found, **lists, "structure": {"a": found, "b": 1}, "dictionary": found}
+    assert list(first["map"]) == list(found)
+    assert second == dict.fromkeys(columns)
+
+
+def test_a_map_in_a_union_is_refused() -> None:
+    union = pa.UnionArray.from_dense(
+        pa.array([0], pa.int8()), pa.array([0], pa.int32()), [pa.array([[(1, 1)]], pa.map_(pa.int8(), pa.int8()))]
+    )
+    (row,) = _records(pa.record_batch({"tags": union}))
+    assert isinstance(row, Unreadable)
+
+
 @pytest.mark.parametrize("items", [0, 1, 3, 6, 11, 44])
 def test_a_map_takes_no_more_than_its_cost(items: int) -> None:
-    kind, value = pa.int64(), 1 << 40
+    least, kind, value = -(1 << 63), pa.int64(), 1 << 40
     for _ in range(8):
-        kind, value = pa.map_(pa.int64(), kind), [(1000, value)]
+        kind, value = pa.map_(pa.int64(), kind), [(least, value)]
     deep = pa.array([value] * 500, kind)
-    flat = pa.array([[(1000 + i, 2000 + i) for i in range(items)]] * 1000, pa.map_(pa.int64(), pa.int64()))
+    flat = pa.array([[(least + i, least + i) for i in range(items)]] * 1000, pa.map_(pa.int64(), pa.int64()))
     for column in (deep, flat):
         batch = pa.record_batch({"tags": column})
         tracemalloc.start()
