@@ -30,11 +30,6 @@ BROKEN: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, zstd.ZstdError)
 
 
 _Decompressor = zstd.ZstdDecompressor | lzma.LZMADecompressor | bz2.BZ2Decompressor
-#: Decompressed bytes that are accepted for each stored byte, and for any file. A file that has more consists of
-#: repetition, which costs the driver time.
-MAX_EXPANSION, FREE_BYTES = 1000, 1 << 30
-#: Lines and rows that are accepted for each stored byte, and for any file. Even a short one costs the driver an entry.
-MOST_ROWS, FREE_ROWS = 16, 1 << 20
 
 
 def zstd_decompressor() -> _Decompressor:

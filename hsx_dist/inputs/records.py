@@ -16,7 +16,8 @@ from zipfile import BadZipFile
 
 from hsx_dist.config import public_url
 from hsx_dist.errors import FormatError, HsxError, Unavailable
-from hsx_dist.inputs.decompress import BROKEN, FREE_ROWS, MOST_ROWS
+from hsx_dist.inputs.allowance import Allowance
+from hsx_dist.inputs.decompress import BROKEN
 from hsx_dist.inputs.lines import read_lines
 from hsx_dist.inputs.row_cost import most_cost
 from hsx_dist.inputs.sources import Input
@@ -55,8 +56,9 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
         ConfigError: a file cannot be opened or has none of the needed columns; pyarrow is missing.
     """
     labels = tuple(source.label for source in found.sources)
+    allowance = Allowance(found.most_stored)
     for source in found.sources:
-        number, at, stored = -1, 0, 0
+        number, at = -1, 0
         lines = source.format in ("jsonl", "text")
         for path in source.files:
             shown = public_url(path)
@@ -66,15 +68,16 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
                     yield RecordBatch(source.label, source.format, shown, [], labels)
                     labels = ()
                     if lines:
-                        items = read_lines(file, found.max_row_bytes, found.limiting_bytes(path))
+                        stored = found.limiting_bytes(path)
+                        allowance.store(stored or 0)
+                        items = read_lines(file, found.max_row_bytes, None if stored is None else allowance)
                         text = source.format == "text"
                         batches = _grouped((n, x) for n, x in items if not text or x is None or x.strip())
                     else:
                         table = StoreFile(file, shown, found.stored_bytes(path))
-                        stored += table.stored
-                        left = max(FREE_ROWS, MOST_ROWS * stored) - at
+                        allowance.store(table.stored)
                         most = most_cost(found.max_row_bytes)
-                        batches = read_columns(table, source.format, columns, needed, shown, most, left, at)
+                        batches = read_columns(table, source.format, columns, needed, shown, most, allowance, at)
                     for batch in batches:
                         number = batch[-1][0]
                         yield RecordBatch(source.label, source.format, shown, batch)

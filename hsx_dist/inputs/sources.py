@@ -62,6 +62,11 @@ class Input:
         """Limit of the bytes of a line or row."""
         return int(self._config.max_row_bytes)
 
+    @property
+    def most_stored(self) -> int | None:
+        """Limit of the stored bytes of all files: the size of a zip file, whose directory may claim more. Else None."""
+        return getattr(_zip_file(self._fs), "start_dir", None)
+
     def open(self, path: str, *, compressed: bool) -> IO[bytes]:
         """Open a file of a source for reading, decompressed according to its name if ``compressed``.
 
@@ -90,7 +95,7 @@ class Input:
         return found
 
     def limiting_bytes(self, path: str) -> int | None:
-        """Return the bytes by which ``read_lines`` limits a file of lines: its stored size.
+        """Return the bytes by which ``Allowance`` limits a file of lines: its stored size.
 
         If the back end does not know the size, return 0 for a compressed file. For a plain file return None: it has no
         more bytes than arrive.

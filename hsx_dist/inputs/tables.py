@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from hsx_dist.errors import ConfigError, FormatError, HsxError, install_extra
+from hsx_dist.inputs.allowance import Allowance
 from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, refuse_json, refuse_parquet_json, with_uuids_as_text
-from hsx_dist.inputs.decompress import FREE_BYTES, FREE_ROWS, MAX_EXPANSION, MOST_ROWS
 from hsx_dist.inputs.maps import with_objects
-from hsx_dist.inputs.row_cost import cost_of_columns, most_cost
+from hsx_dist.inputs.row_cost import cost_of_columns
 
 #: The first version of pyarrow with ``arrow_extensions_enabled``. Its memory pool returns the sum of all allocations.
 _PYARROW = 21
@@ -119,34 +119,32 @@ def require_pyarrow() -> None:
 
 
 def read_columns(
-    file: StoreFile, form: str, columns: Sequence[str], needed: Sequence[str], shown: str, most: int, left: int, at: int
+    file: StoreFile,
+    form: str,
+    columns: Sequence[str],
+    needed: Sequence[str],
+    shown: str,
+    most: int,
+    allowance: Allowance,
+    at: int,
 ) -> Iterator[list[tuple[int, Any]]]:
-    """Yield batches of the rows, numbered from ``at``. ``left``: how many rows the source may still have."""
+    """Yield batches of the rows, numbered from ``at``. ``most``: limit of a row's cost."""
     require_pyarrow()
     import pyarrow as pa
 
-    most_decoded = max(FREE_BYTES, MAX_EXPANSION * file.stored)
-    cost_left = most_cost(most_decoded)
     try:
         batches = _parquet if form == "parquet" else _arrow
-        for batch in batches(file, columns, needed, shown, most_decoded):
+        for batch in batches(file, columns, needed, shown, allowance):
             refuse_json(batch.schema)
             if batch.num_rows > _FREE_ROWS + 8 * batch.nbytes:
                 raise FormatError(
                     f"expected bytes for each of {batch.num_rows} rows, got {batch.nbytes} bytes in all. Write the "
                     "file again"
                 )
-            left -= batch.num_rows
-            if left < 0:
-                raise FormatError(
-                    f"expected at most {MOST_ROWS} rows for each stored byte, got more beyond {FREE_ROWS}. Write the "
-                    "rows without repetition"
-                )
+            allowance.take(rows=batch.num_rows)
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 for rows, cost in _rows(with_uuids_as_text(batch.slice(start, BATCH_ROWS)), most):
-                    cost_left -= cost
-                    if cost_left < 0:
-                        raise _too_much()
+                    allowance.take(cost=cost)
                     yield list(enumerate(rows, at))
                     at += len(rows)
     except StoreFailed as e:
@@ -174,13 +172,6 @@ def _rows(batch: Any, most: int) -> Iterator[tuple[list[Any], int]]:
         half = batch.num_rows // 2
         yield from _rows(batch.slice(0, half), most)
         yield from _rows(batch.slice(half), most)
-
-
-def _too_much() -> FormatError:
-    return FormatError(
-        f"expected at most {MAX_EXPANSION} bytes for each stored byte, got more beyond {FREE_BYTES}. Write the rows "
-        "without repetition"
-    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -246,7 +237,7 @@ def _as_bytes(kind: Any) -> Any:
 
 
 def _parquet(
-    file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown: str, most_decoded: int
+    file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown: str, allowance: Allowance
 ) -> Iterator[Any]:
     parquet = open_parquet(file)
     chosen = _chosen(parquet.schema_arrow.names, columns, needed, shown)
@@ -254,7 +245,7 @@ def _parquet(
     refuse_parquet_json(leaves.values())
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
     _require_counts(parquet.metadata, groups, leaves, shown)
-    _require_sizes(groups, leaves, file.size, most_decoded)
+    _require_sizes(groups, leaves, file.size, allowance)
     row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
     rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
     # One row group at a time: Arrow cannot join nested dictionaries of two groups in a batch.
@@ -280,8 +271,8 @@ def _require_counts(metadata: Any, groups: Sequence[Any], leaves: Mapping[int, A
         )
 
 
-def _require_sizes(groups: Sequence[Any], leaves: Iterable[int], size: int, most_decoded: int) -> None:
-    """Raise FormatError if a footer's column chunks overlap, or decode to more than ``most_decoded`` bytes.
+def _require_sizes(groups: Sequence[Any], leaves: Iterable[int], size: int, allowance: Allowance) -> None:
+    """Raise FormatError if a footer's column chunks overlap, or decode to more bytes than ``allowance`` permits.
 
     Arrow reads as many bytes of a chunk as the footer says, and decodes each of its pages, however few the rows need.
     """
@@ -291,25 +282,25 @@ def _require_sizes(groups: Sequence[Any], leaves: Iterable[int], size: int, most
             f"expected column chunks of at most {size} bytes, the file's size, got more: they overlap. Write or copy "
             "the file again"
         )
-    if sum(max(chunk.total_uncompressed_size, 0) for chunk in chunks) > most_decoded:
-        raise _too_much()
+    allowance.take(decoded=sum(max(chunk.total_uncompressed_size, 0) for chunk in chunks))
 
 
 def _arrow(
-    file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown: str, most_decoded: int
+    file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown: str, allowance: Allowance
 ) -> Iterator[Any]:
     import pyarrow as pa
 
     pool = pa.default_memory_pool()
-    most_allocated = pool.total_bytes_allocated() + most_decoded
+    allocated = pool.total_bytes_allocated()
 
-    def require_little_decoded() -> None:
-        if pool.total_bytes_allocated() > most_allocated:
-            raise _too_much()
+    def count_allocated() -> None:
+        nonlocal allocated
+        before, allocated = allocated, pool.total_bytes_allocated()
+        allowance.take(allocated=allocated - before)
 
     # A batch shows neither the dictionaries that others replaced before it, nor those of other columns. Arrow decodes
     # these too, each before the next read.
-    file.before_read = require_little_decoded
+    file.before_read = count_allocated
     schema, read = open_arrow(file)
     known: dict[str, Any] = {}
     for batch in read(_chosen(schema.names, columns, needed, shown)):
@@ -317,10 +308,9 @@ def _arrow(
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             part = _new_part(column, known, name)
             _check(part)
-            most_decoded -= part.get_total_buffer_size()  # all that was decoded, also what no row uses
-        if most_decoded < 0:
-            raise _too_much()
+            allowance.take(decoded=part.get_total_buffer_size())  # all that was decoded, also what no row uses
         yield batch
+    count_allocated()
 
 
 def _chosen(there: list[str], columns: Sequence[str], needed: Sequence[str], shown: str) -> list[str]:

@@ -18,7 +18,7 @@ import pytest
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.inputs import tables
+from hsx_dist.inputs import allowance
 from hsx_dist.inputs.row_cost import cost_of_columns
 from hsx_dist.inputs.rows import Row, read_rows
 
@@ -30,7 +30,7 @@ _WRITERS = {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}
 @pytest.fixture
 def mebibyte(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file may decode to 1 MiB, also a small one."""
-    monkeypatch.setattr(tables, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(allowance, "FREE_BYTES", 1 << 20)
 
 
 def _write(path: Path, batches: list[Any], form: str = "file", **options: Any) -> None:
@@ -110,7 +110,7 @@ def test_bytes_of_refused_rows_are_counted(tmp_path: Path, ending: str) -> None:
 def test_a_table_in_a_zip_file_is_compared_with_its_bytes_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "MAX_EXPANSION", 100)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 100)
     _write(tmp_path / "a.arrow", [pa.record_batch({"text": ["a" * (3 << 20)]})])
     assert len(_read(tmp_path / "a.arrow")) == 1
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as file:
@@ -128,7 +128,7 @@ def _encoded(places: list[int], texts: list[str]) -> Any:
 def test_a_dictionary_of_many_batches_is_counted_once(
     tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "MAX_EXPANSION", 1)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 1)
     texts = [chr(97 + i % 26) * 10_000 for i in range(60)]
     _write(tmp_path / "a.arrow", [_encoded([i], texts) for i in range(10)], form, compression="zstd")
     rows = _read(tmp_path / "a.arrow")
@@ -137,7 +137,7 @@ def test_a_dictionary_of_many_batches_is_counted_once(
 
 @pytest.mark.usefixtures("mebibyte")
 def test_every_dictionary_that_replaces_another_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MAX_EXPANSION", 1)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 1)
     batches = [_encoded([0], [chr(97 + i) * 10_000] * 60) for i in range(10)]
     _write(tmp_path / "a.arrow", batches, "stream", compression="zstd")
     with pytest.raises(FormatError, match="for each stored byte"):

@@ -18,7 +18,7 @@ import zstandard
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.inputs import lines
+from hsx_dist.inputs import allowance
 from hsx_dist.inputs.rows import read_rows
 from hsx_dist.store.encoded import without_decoding
 from hsx_dist.store.opening import open_store
@@ -124,10 +124,10 @@ def test_the_users_options_are_kept() -> None:
 
 @pytest.mark.usefixtures("in_process")
 def test_a_compressed_input_of_unknown_size_has_limits(server: _Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "FREE_ROWS", 100)
+    monkeypatch.setattr(allowance, "FREE_ROWS", 100)
     server.objects["x.jsonl.zst"] = zstandard.compress(PLAIN), ""
     server.objects["x.jsonl"] = PLAIN, ""
-    with pytest.raises(FormatError, match="expected at most 16 lines"):
+    with pytest.raises(FormatError, match="expected at most 16 rows"):
         list(read_rows(InputConfig(path=f"{server.url}/x.jsonl.zst")))
     assert len(list(read_rows(InputConfig(path=f"{server.url}/x.jsonl")))) == 1000
 

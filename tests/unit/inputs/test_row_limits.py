@@ -25,7 +25,7 @@ import zstandard
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.inputs import decompress, lines, records, rows, tables
+from hsx_dist.inputs import allowance, decompress, rows
 from hsx_dist.inputs.content import as_messages, as_tools
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.inputs.row_cost import cost_of_columns, cost_of_json, most_cost
@@ -297,7 +297,7 @@ def test_rows_that_are_stored_once_and_named_often_are_an_error(
     tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each row costs the driver the same, even if it takes few bytes in the file."""
-    monkeypatch.setattr(records, "FREE_ROWS", 1000)
+    monkeypatch.setattr(allowance, "FREE_ROWS", 1000)
 
     def write(path: Path, texts: list[str]) -> None:
         table = pa.table({"text": pa.array(texts).dictionary_encode()})
@@ -318,7 +318,7 @@ def test_rows_that_are_stored_once_and_named_often_are_an_error(
 
 @pytest.mark.parametrize("ending", ["xz", "zst", "bz2"])
 def test_an_expansion_without_end_is_an_error(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(allowance, "FREE_BYTES", 1 << 20)
     pack = {"xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress, "bz2": bz2.compress}[ending]
     path = tmp_path / f"a.jsonl.{ending}"
     path.write_bytes(pack(b'{"text":"a"}\n' * 1_000_000))
@@ -354,7 +354,7 @@ def test_null_bytes_between_xz_streams_are_no_damage(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("ending", ["xz", "zst", "bz2"])
 def test_short_lines_without_end_are_an_error(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "FREE_ROWS", 1000)
+    monkeypatch.setattr(allowance, "FREE_ROWS", 1000)
     pack = {"xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress, "bz2": bz2.compress}[ending]
     path = tmp_path / f"a.txt.{ending}"
     path.write_bytes(pack(b"x\n" * 1_000_000))
@@ -381,13 +381,13 @@ def _archived(folder: Path, kind: str, data: bytes) -> str:
 def test_lines_and_bytes_of_deflated_files_have_the_same_limits(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "FREE_ROWS", 1000)
+    monkeypatch.setattr(allowance, "FREE_ROWS", 1000)
     config = InputConfig(path=_archived(tmp_path, kind, b"7\n" * 1_000_000))
-    with pytest.raises(FormatError, match=r"lines .* for each stored byte"):
+    with pytest.raises(FormatError, match=r"rows for each stored byte"):
         for _ in read_rows(config):
             pass
-    monkeypatch.setattr(lines, "FREE_BYTES", 1 << 20)
-    monkeypatch.setattr(lines, "MAX_EXPANSION", 100)
+    monkeypatch.setattr(allowance, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 100)
     config = InputConfig(path=_archived(tmp_path, kind, b"x" * (4 << 20)), max_row_bytes="1MiB")
     with pytest.raises(FormatError, match="bytes for each stored byte"):
         list(read_rows(config))
@@ -398,12 +398,12 @@ def test_lines_and_bytes_of_deflated_files_have_the_same_limits(
 def test_a_zip_file_that_claims_a_large_member_gets_no_higher_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "FREE_ROWS", 1000)
+    monkeypatch.setattr(allowance, "FREE_ROWS", 1000)
     config = InputConfig(path=_archived(tmp_path, "zip", b"7\n" * 1_000_000))
     data = (tmp_path / "a.zip").read_bytes()
     at = data.index(b"PK\x01\x02") + 20  # the compressed size in the directory
     (tmp_path / "a.zip").write_bytes(data[:at] + (1 << 31).to_bytes(4, "little") + data[at + 4 :])
-    with pytest.raises(FormatError, match=r"lines .* for each stored byte"):
+    with pytest.raises(FormatError, match=r"rows for each stored byte"):
         for _ in read_rows(config):
             pass
 
@@ -460,7 +460,7 @@ def test_values_that_no_row_has_cost_no_time(kind: str) -> None:
 def test_texts_that_are_stored_once_and_named_often_are_an_error(
     tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(allowance, "FREE_BYTES", 1 << 20)
     table = pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([0] * 10_000), pa.array(["x" * 10_000]))})
     path = tmp_path / f"a.{ending}"
     if ending == "parquet":

@@ -1,0 +1,55 @@
+"""Limits the rows and decompressed bytes of an input by its stored bytes: very many consist of repetition.
+
+The limits hold for all files together. For each file, a small zip file of many members would have them many times.
+"""
+
+from __future__ import annotations
+
+from hsx_dist.errors import FormatError
+from hsx_dist.inputs.row_cost import most_cost
+
+#: Decompressed bytes that are accepted for each stored byte, and for any input. More cost the driver time.
+MAX_EXPANSION, FREE_BYTES = 1000, 1 << 30
+#: Lines and rows that are accepted for each stored byte, and for any input. Even a short one costs the driver an entry.
+MOST_ROWS, FREE_ROWS = 16, 1 << 20
+
+
+class Allowance:
+    """Counts what the files of an input have so far."""
+
+    def __init__(self, most_stored: int | None = None) -> None:
+        """``most_stored``: limit of the stored bytes of all files, the size of a zip file. None: no limit."""
+        self._most_stored = most_stored
+        self._stored = self._rows = self._decoded = self._allocated = self._cost = 0
+        self.store(0)
+
+    def store(self, size: int) -> None:
+        """Add the stored bytes of a file that is read next."""
+        self._stored += size
+        if self._most_stored is not None:
+            self._stored = min(self._stored, self._most_stored)
+        self._most_rows = max(FREE_ROWS, MOST_ROWS * self._stored)
+        self._most_bytes = max(FREE_BYTES, MAX_EXPANSION * self._stored)
+        self._most_cost = most_cost(self._most_bytes)
+
+    def take(self, *, rows: int = 0, decoded: int = 0, allocated: int = 0, cost: int = 0) -> None:
+        """Count rows, decompressed bytes, bytes that a library allocates, and the cost of rows as Python objects.
+
+        Raises:
+            FormatError: there are too many for the stored bytes.
+        """
+        self._rows += rows
+        self._decoded += decoded
+        self._allocated += allocated
+        self._cost += cost
+        if self._rows > self._most_rows:
+            raise _too_much(f"{MOST_ROWS} rows", FREE_ROWS)
+        if max(self._decoded, self._allocated) > self._most_bytes or self._cost > self._most_cost:
+            raise _too_much(f"{MAX_EXPANSION} bytes", FREE_BYTES)
+
+
+def _too_much(factor: str, free: int) -> FormatError:
+    return FormatError(
+        f"expected at most {factor} for each stored byte of the input so far, got more beyond {free}. Decompress the "
+        "files, or write the rows without repetition"
+    )

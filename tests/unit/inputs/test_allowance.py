@@ -1,0 +1,121 @@
+"""The limits of rows and decompressed bytes hold for all files of an input together."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import FormatError
+from hsx_dist.inputs import allowance
+from hsx_dist.inputs.rows import read_rows
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+
+def _count(path: Path | str) -> int:
+    return sum(1 for _ in read_rows(InputConfig(path=str(path), id=None)))
+
+
+def _lines(unit: bytes, times: int) -> bytes:
+    return gzip.compress(unit * times)
+
+
+def _table(unit: bytes, times: int, *, arrow: bool = False) -> bytes:
+    written = io.BytesIO()
+    table = pa.table({"text": pa.array([unit.decode()] * times).dictionary_encode()})
+    if not arrow:
+        pq.write_table(table, written, compression="zstd")
+        return written.getvalue()
+    with pa.ipc.new_file(written, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    return written.getvalue()
+
+
+def _arrow(unit: bytes, times: int) -> bytes:
+    return _table(unit, times, arrow=True)
+
+
+_FILES = [("a.txt.gz", _lines), ("a.parquet", _table), ("a.arrow", _arrow)]
+
+
+@pytest.mark.parametrize(("name", "make"), _FILES)
+@pytest.mark.parametrize("archive", [False, True], ids=["folder", "zip"])
+def test_rows_of_all_files_count_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, make: Callable[[bytes, int], bytes], archive: bool
+) -> None:
+    monkeypatch.setattr(allowance, "FREE_ROWS", 2500)
+    monkeypatch.setattr(allowance, "MOST_ROWS", 0)
+    path = str(tmp_path)
+    for count in (2, 3):
+        for i in range(count):
+            (tmp_path / f"{i}{name}").write_bytes(make(b"a\n", 1000))
+        if archive:
+            with zipfile.ZipFile(tmp_path / "all.zip", "w", zipfile.ZIP_DEFLATED) as file:
+                for i in range(count):
+                    file.write(tmp_path / f"{i}{name}", f"{i}{name}")
+            path = f"zip://*{name}::{tmp_path}/all.zip"
+        else:
+            path = f"{tmp_path}/*{name}"
+        if count == 2:
+            assert _count(path) == 2000
+            continue
+        with pytest.raises(FormatError, match="at most 0 rows for each stored byte of the input so far"):
+            _count(path)
+
+
+@pytest.mark.parametrize(("name", "make"), _FILES)
+def test_decompressed_bytes_of_all_files_count_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, make: Callable[[bytes, int], bytes]
+) -> None:
+    monkeypatch.setattr(allowance, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 1)
+    (tmp_path / f"0{name}").write_bytes(make(b"a" * 600_000 + b"\n", 1))
+    assert _count(tmp_path) == 1
+    (tmp_path / f"1{name}").write_bytes(make(b"a" * 600_000 + b"\n", 1))
+    with pytest.raises(FormatError, match="at most 1 bytes for each stored byte of the input so far"):
+        _count(tmp_path)
+
+
+@pytest.mark.parametrize("archive", [False, True], ids=["folder", "zip"])
+def test_stored_bytes_of_all_files_count_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, archive: bool
+) -> None:
+    """Many small files are no repetition."""
+    monkeypatch.setattr(allowance, "FREE_ROWS", 10)
+    monkeypatch.setattr(allowance, "FREE_BYTES", 100)
+    path = str(tmp_path)
+    if archive:
+        with zipfile.ZipFile(tmp_path / "all.zip", "w", zipfile.ZIP_DEFLATED) as file:
+            for i in range(200):
+                file.writestr(f"{i}.jsonl", '{"text": "a"}\n')
+        path = f"zip://*.jsonl::{tmp_path}/all.zip"
+    else:
+        for i in range(200):
+            (tmp_path / f"{i}.txt{'.gz' if i % 2 else ''}").write_bytes(gzip.compress(b"a\n") if i % 2 else b"a\n")
+    assert _count(path) == 200
+
+
+def test_members_have_no_more_stored_bytes_than_their_zip_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of a zip file may name the same bytes in many members, or false sizes."""
+    monkeypatch.setattr(allowance, "FREE_ROWS", 1000)
+    path, members = tmp_path / "a.zip", 40
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for i in range(members):
+            file.writestr(f"{i:02d}.txt", b"a\n" * 1200)
+    data = bytearray(path.read_bytes())
+    at = directory = data.index(b"PK\x01\x02")
+    for _ in range(members):
+        data[at + 20 : at + 24] = (1 << 31).to_bytes(4, "little")  # the compressed size
+        at = data.find(b"PK\x01\x02", at + 1)
+    assert 1200 < 16 * directory < 1200 * members
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match="at most 16 rows for each stored byte of the input so far"):
+        _count(f"zip://*.txt::{path}")
