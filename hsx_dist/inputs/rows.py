@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,9 +30,9 @@ _FIELDS = ("text", "messages", "token_ids", "id", "tools", "loss_mask")
 _WITHOUT_FIELD = 1000
 #: Refused rows that an input may have, and how many more for each usable row. Each takes about 500 bytes of the driver.
 _FREE_REFUSED, _REFUSED_A_ROW = 1_000_000, 10
-#: Characters of the keys and reasons of refused rows, for each refused row that an input may have. The key begins with
-#: its file's name, so a long name in a small zip file would fill the driver's memory.
-_LETTERS_OF_REFUSED = 256
+#: Bytes in memory of the keys and reasons of refused rows, for each refused row that an input may have. The key begins
+#: with its file's name, so a long name in a small zip file would fill the driver's memory.
+_BYTES_OF_REFUSED = 384
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def _as_record(prompt: Any, config: InputConfig) -> Any:
 def _rows(batches: Iterator[RecordBatch], config: InputConfig, opened: RecordBatch) -> Iterator[Row | RowFate]:
     choice = _Choice(config)
     check = _RowCheck(config, list(opened.labels))
-    row, refused, usable, letters = -1, 0, 0, 0
+    row, refused, usable, held = -1, 0, 0, 0
     if choice.ended():
         return
     for source in batches:
@@ -157,11 +158,11 @@ def _rows(batches: Iterator[RecordBatch], config: InputConfig, opened: RecordBat
                 usable += 1
             else:
                 refused += 1
-                letters += len(judged.key) + len(judged.reason)
+                held += sys.getsizeof(judged.key) + sys.getsizeof(judged.reason)
                 most = _FREE_REFUSED + _REFUSED_A_ROW * usable
-                if refused > most or letters > _LETTERS_OF_REFUSED * most:
+                if refused > most or held > _BYTES_OF_REFUSED * most:
                     raise FormatError(
-                        f"expected rows that can be used, got {refused} refused rows ({letters} characters of keys and "
+                        f"expected rows that can be used, got {refused} refused rows ({held} bytes of keys and "
                         f"reasons) and {usable} usable rows up to row {number} of {source.label or 'the input'}. The "
                         f"last: {judged.reason}. Correct the input, or input.format and the names of its columns"
                     )

@@ -431,9 +431,16 @@ def test_refused_rows_with_long_keys_end_the_input_earlier(tmp_path: Path, monke
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(f"{'a' * 200}/" * 15 + "a.jsonl", b"{}\n" * 99)
     found: list[Row | RowFate] = []
-    with pytest.raises(FormatError, match=r"got \d refused rows \(\d+ characters"):
+    with pytest.raises(FormatError, match=r"got \d\d refused rows \(\d+ bytes"):
         found.extend(read_rows(InputConfig(path=f"zip://**/*.jsonl::{path}")))
     path = tmp_path / "a.jsonl"
+    for letter, accepted in (("a", True), ("😀", False)):  # four bytes of memory for each character
+        path.write_text("".join(f'{{"id": "{letter}{"a" * 60}{i}"}}\n' for i in range(99)))
+        if accepted:
+            assert len(list(read_rows(InputConfig(path=str(path))))) == 99
+            continue
+        with pytest.raises(FormatError, match=r"got \d\d refused rows \(\d+ bytes"):
+            list(read_rows(InputConfig(path=str(path))))
     path.write_bytes(b"{}\n" * 99)
     assert len(list(read_rows(InputConfig(path=str(path))))) == 99
 
