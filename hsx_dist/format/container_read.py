@@ -234,6 +234,11 @@ class Part:
                 begin, end = end, end + size
                 yield k, self._verified(partial(self._fetched_chunk, i, k, c, (begin, end)))
 
+    def stored_order(self, slots: Collection[int]) -> list[int]:
+        """``slots`` in the order of their states in the object: codec ``none`` stores wide dtypes first."""
+        of_segments = self.description.schema == "segments"
+        return sorted(slots, key=lambda i: self._begin(f"{i}.0") if of_segments else i)
+
     # -- what to fetch ---------------------------------------------------------------------------------------------
 
     def _info(self, i: int) -> SegmentInfo:

@@ -332,7 +332,8 @@ def _check_content(
     if len(part.segments) != len(receipt.segments):
         yield f"expected {len(receipt.segments)} segments, as its receipt says, got {len(part.segments)}"
         return
-    # Token ids are stored before all states, so this order reads nothing twice.
+    # The table is the description's own: all token ids by slot, then the states of each segment in one piece. Nothing
+    # is read twice, so that each request fetches a block.
     sound = []
     for proof in receipt.segments:
         try:
@@ -342,7 +343,7 @@ def _check_content(
         yield from messages
         if not messages:
             sound.append(proof.slot)
-    for slot in sound:
+    for slot in part.stored_order(sound):
         try:
             _count_values(part, slot, part.segments[slot], report)
         except HsxError as e:

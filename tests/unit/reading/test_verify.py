@@ -13,7 +13,7 @@ import pytest
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format import container_write
-from hsx_dist.format.codecs import ZstdCodec
+from hsx_dist.format.codecs import NoneCodec, ZstdCodec
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Receipt, RowFate
 from hsx_dist.format.names import complete_name
@@ -23,6 +23,7 @@ from hsx_dist.format.runs import load_manifest, read_complete, take_attempt, wri
 from hsx_dist.page import Segment, token_hash
 from hsx_dist.reading import Run
 from hsx_dist.reading.verify import verify_run
+from hsx_dist.testing.faulty_stores import CountingStore
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import RunWriter, Stored, store_run, whole
@@ -267,3 +268,13 @@ def test_receipts_of_a_complete_run_are_in_memory_once() -> None:
         tracemalloc.stop()
     assert report.problems == []
     assert peak < 1.6 * once
+
+
+def test_few_requests_read_a_part_whose_states_are_stored_in_another_order_than_its_segments() -> None:
+    narrow = sample()
+    wide = replace(random_sample("b", 200, dtype="float32", hidden_size=1, odd=False), chunk_tokens=1)
+    store = CountingStore(MemoryStore())
+    store_run(store, [narrow, wide, replace(narrow, key="c")], codec=NoneCodec(), info={"meaning": {}})
+    before = store.calls["get_ranges"]
+    assert verify_run(store).ok
+    assert store.calls["get_ranges"] - before < 5
