@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -11,9 +12,10 @@ import typer
 from hsx_dist.cli.commands import Commands
 from hsx_dist.cli.exit_codes import FINE, FOUND_BAD, run_app
 from hsx_dist.config import load_config, parse_storage_options, public_url, refuse_in_job, resolve_paths
-from hsx_dist.observe.console import print_json, say
+from hsx_dist.observe.console import print_json_rows, say
 from hsx_dist.observe.units import bytes_text
-from hsx_dist.reading.verify import MOST_NAMED, Problem, verify_run
+from hsx_dist.reading.verify import verify_run
+from hsx_dist.reading.verify_report import MOST_NAMED, MOST_PROBLEMS, Problem
 from hsx_dist.store import Store, open_store
 
 
@@ -43,32 +45,42 @@ def verify_store(
     as_json: bool = False,
 ) -> int:
     """Verify the run in an open store, as ``run_verify``. ``path`` names it in messages."""
+    printed = 0
+
+    def print_some(_: str, problems: Sequence[Problem]) -> None:
+        nonlocal printed
+        for problem in problems[: MOST_PROBLEMS - printed]:
+            say(f"BAD {problem.part or 'the run'}: {problem.message}")
+            printed += 1
+
     report = verify_run(
         store,
-        on_part=None if as_json else _print_problems,
+        on_part=None if as_json else print_some,
         workers=workers,
         sample=sample,
         seed=seed,
         resume=None if resume is None else Path(resume),
     )
     if as_json:
-        print_json(
-            {
-                "run": path,
-                "ok": report.ok,
-                "parts": report.parts,
-                "known": report.known,
-                "consumed": report.consumed,
-                "samples": report.samples,
-                "bytes": report.bytes,
-                "non_finite": report.non_finite,
-                "all_zero": report.all_zero,
-                "bad_samples": report.bad_samples,
-                "problems": [{"part": p.part, "message": p.message} for p in report.problems],
-            }
-        )
+        document = {
+            "run": path,
+            "ok": report.ok,
+            "parts": report.parts,
+            "known": report.known,
+            "consumed": report.consumed,
+            "samples": report.samples,
+            "bytes": report.bytes,
+            "non_finite": report.non_finite,
+            "all_zero": report.all_zero,
+            "bad_samples": report.bad_samples,
+            "problems": [],
+            "unlisted": report.unlisted,
+        }
+        print_json_rows(document, {"problems": map(asdict, report.problems)})
         return FINE if report.ok else FOUND_BAD
-    _print_problems("", [p for p in report.problems if not p.part])
+    print_some("", report.problems[printed:])
+    if report.unlisted:
+        say(f"… and {report.unlisted:,} more problems")
     for count, what in ((report.non_finite, "values that are not finite"), (report.all_zero, "nothing but zeros")):
         if count:
             say(f"note: {count:,} layers of samples have {what}")
@@ -79,13 +91,9 @@ def verify_store(
         if count:
             say(f"note: {count:,} parts {what}")
     checked = f"{report.parts:,} parts, {report.samples:,} samples, {bytes_text(report.bytes)}"
-    say(f"{'ok' if report.ok else f'{len(report.problems)} problems'}: {checked} read and checked in {path}")
+    found = "ok" if report.ok else f"{len(report.problems) + report.unlisted:,} problems"
+    say(f"{found}: {checked} read and checked in {path}")
     return FINE if report.ok else FOUND_BAD
-
-
-def _print_problems(part: str, problems: Sequence[Problem]) -> None:
-    for problem in problems:
-        say(f"BAD {part or 'the run'}: {problem.message}")
 
 
 job = Commands()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ import numpy as np
 from hsx_dist.errors import ConfigError, FormatError, HsxError, NotFound
 from hsx_dist.format.codecs.base import blocks
 from hsx_dist.format.container import Part, SegmentInfo
-from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof
+from hsx_dist.format.json_objects import shown
+from hsx_dist.format.manifest import MOST_CONFLICTS, Manifest, Receipt, SegmentProof
 from hsx_dist.format.place import Place, leftovers, open_place
 from hsx_dist.format.runs import check_receipts, count, read_complete, receipts_after
 from hsx_dist.page import FLOATS, HIDDEN_STATES, token_hash
@@ -24,93 +23,17 @@ from hsx_dist.reading.kept_parts import KeptParts
 from hsx_dist.reading.missing import is_removed, missing_parts
 from hsx_dist.reading.order import is_of_run
 from hsx_dist.reading.part_stream import PartStream
+from hsx_dist.reading.prefetch import read_ahead
 from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.select import key_hash
 from hsx_dist.reading.statistics import damaged_statistics
+from hsx_dist.reading.verify_report import MOST_OF_PART, TALLIED, Problem, VerifyReport, add_problem, name_bad
 from hsx_dist.store import Store
 from hsx_dist.store.output_file import regular_file, writable
-from hsx_dist.text import printable
 
 # All exponent bits are set: infinity or NaN.
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
-_TALLIED = ("bytes", "non_finite", "all_zero")
-#: Maximum number of names in ``VerifyReport.bad_samples``.
-MOST_NAMED = 20
 _SIGN = {"bfloat16": 0x8000, "float16": 0x8000, "float32": 0x80000000}
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """An error found in a part, receipt or statistics object.
-
-    Attributes:
-        part: the object's name. ``""`` is the run itself.
-        message: the error, printable, at most 65,536 characters: it may quote a stored text of any size.
-
-    Example:
-        >>> from hsx_dist.reading import Problem
-        >>> Problem("data/part-0001-w-000001.safetensors", "missing").part
-        'data/part-0001-w-000001.safetensors'
-    """
-
-    part: str
-    message: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "message", printable(self.message))
-
-
-@dataclass(slots=True)
-class VerifyReport:
-    """Counts of a verification: ``parts`` and ``bytes`` checked, ``samples`` that are whole, ``problems`` found.
-
-    ``known``: parts that an earlier call found sound; they were not read again. ``consumed``: parts that were removed
-    after use. Both are included in ``parts``.
-
-    ``non_finite`` and ``all_zero`` are not problems. They count layers of segments with a NaN or an infinity, and
-    layers with only zeros. ``bad_samples``: keys of the first ``MOST_NAMED`` samples with such layers, except those in
-    ``known`` parts.
-
-    Example:
-        >>> from hsx_dist.reading import VerifyReport
-        >>> VerifyReport(parts=2, samples=8).ok
-        True
-    """
-
-    parts: int = 0
-    known: int = 0
-    consumed: int = 0
-    samples: int = 0
-    bytes: int = 0
-    non_finite: int = 0
-    all_zero: int = 0
-    problems: list[Problem] = field(default_factory=list)
-    bad_samples: list[str] = field(default_factory=list)
-
-    def add(self, other: VerifyReport) -> None:
-        """Add the counts of another report.
-
-        Example:
-            >>> report = VerifyReport(parts=2)
-            >>> report.add(VerifyReport(parts=3))
-            >>> report.parts
-            5
-        """
-        for name in ("parts", "known", "consumed", *_TALLIED):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for key in other.bad_samples:
-            _name_bad(self, key)
-
-    @property
-    def ok(self) -> bool:
-        """Whether no problem was found."""
-        return not self.problems
-
-
-def _name_bad(report: VerifyReport, key: str) -> None:
-    """Add a sample to ``bad_samples``, unless it is there or the list is full."""
-    if len(report.bad_samples) < MOST_NAMED and key not in report.bad_samples:
-        report.bad_samples.append(key)
 
 
 def verify_run(
@@ -126,7 +49,7 @@ def verify_run(
 
     Args:
         root: the store at the run's path.
-        on_part: called after each part with its problems.
+        on_part: called after each part with its problems, at most 22.
         sample: share of the parts to check, chosen by ``seed``. The manifest and its counts are always checked.
         resume: a file that records sound parts. Parts recorded there are not read again, even if they have changed
             since.
@@ -154,14 +77,14 @@ def verify_run(
     try:
         place = open_place(root)
     except (NotFound, FormatError) as e:
-        report.problems.append(Problem("", str(e)))
+        add_problem(report, "", str(e))
         return report
     with place.reading():
         try:
             complete = read_complete(place.store)
             manifest, wrong = _read(place.store, complete)
         except (NotFound, FormatError) as e:
-            report.problems.append(Problem("", str(e)))
+            add_problem(report, "", str(e))
         else:
             _check_run(place, manifest, wrong, report, known, on_part, workers, sample, seed)
     return report
@@ -206,28 +129,39 @@ def _check_run(
 
     names = list(filter(is_checked, sorted(manifest.parts)))
     todo = [n for n in names if n in missing or not known.take(place, manifest.parts[n], report)]
-    with ThreadPoolExecutor(workers, thread_name_prefix="hsx-verify") as pool:
-        for name, (tally, messages) in zip(
-            todo, pool.map(lambda n: _check(place, manifest.parts[n]), todo), strict=True
-        ):
-            report.add(tally)
-            found = [Problem(name, message) for message in messages]
-            report.problems.extend(found)
-            if not found and not tally.consumed:
-                known.note(place.id, manifest.parts[name], tally)
-            if on_part is not None:
-                on_part(name, found)
+    damaged = set()
+    # Each result has a few problems. The results of all parts may not fit the memory while one part is slow.
+    for name, checked in read_ahead(
+        lambda n: _check(place, manifest.parts[n]), ((n, 0) for n in todo), threads=workers, max_bytes=0
+    ):
+        tally = checked.result()
+        report.add(tally)
+        if not tally.ok:
+            damaged.add(name)
+        elif not tally.consumed:
+            known.note(place.id, manifest.parts[name], tally)
+        if on_part is not None:
+            on_part(name, tally.problems)
     report.samples = len(manifest.samples)
-    sound = set(names) - {problem.part for problem in report.problems}
-    report.problems.extend(_check_samples(store, manifest, sound))
+    for name, message in _problems_of_run(place, manifest, wrong, set(names) - damaged):
+        add_problem(report, name, message)
+    report.unlisted += max(manifest.num_conflicts - MOST_CONFLICTS, 0)
+
+
+def _problems_of_run(
+    place: Place, manifest: Manifest, wrong: Sequence[str], sound: set[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield name and error of problems that no check of a single part finds. ``sound``: parts without a problem."""
+    store = place.store
+    yield from _check_samples(store, manifest, sound)
     try:
-        report.problems.extend(Problem(name, message) for name, message in check_receipts(store))
+        yield from check_receipts(store)
     except FormatError as e:
-        report.problems.append(Problem("", str(e)))
-    report.problems.extend(Problem("", message) for message in (*manifest.conflicts, *wrong))
-    report.problems.extend(Problem(name, message) for name, message in damaged_statistics(store))
+        yield "", str(e)
+    yield from (("", message) for message in (*manifest.conflicts[:MOST_CONFLICTS], *wrong))
+    yield from damaged_statistics(store)
     if not manifest.receipts:
-        report.problems.extend(Problem("", message) for message in _objects_of_no_run(place))
+        yield from (("", message) for message in _objects_of_no_run(place))
 
 
 def _objects_of_no_run(place: Place) -> Iterator[str]:
@@ -264,7 +198,7 @@ class _SoundParts:
             for line in text.splitlines():
                 try:
                     d = json.loads(line)
-                    self._sound[d.get("run"), d["part"], d["crc32c"]] = {n: int(d[n]) for n in _TALLIED}
+                    self._sound[d.get("run"), d["part"], d["crc32c"]] = {n: int(d[n]) for n in TALLIED}
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
                     continue  # a killed process may have written an incomplete last line
 
@@ -282,43 +216,49 @@ class _SoundParts:
 
     def note(self, run_id: str, receipt: Receipt, tally: VerifyReport) -> None:
         if self._path is not None:
-            counts = {n: getattr(tally, n) for n in _TALLIED}
+            counts = {n: getattr(tally, n) for n in TALLIED}
             with writable(self._path, "file"), open(self._path, "a", opener=regular_file) as f:
                 f.write(json.dumps({"run": run_id, "part": receipt.part, "crc32c": receipt.crc32c, **counts}) + "\n")
 
 
-def _check(place: Place, receipt: Receipt) -> tuple[VerifyReport, list[str]]:
+def _check(place: Place, receipt: Receipt) -> VerifyReport:
+    name = receipt.part or ""
     try:
         for _ in range(2):  # a problem must show twice: the network may damage one answer
-            tally = VerifyReport(parts=1)
-            messages = list(_check_part(place, receipt, tally))
-            if not messages:
+            tally = _check_part(place.store, name, receipt, place.layer_ids)
+            if tally.ok:
                 break
-        return tally, messages
+        return tally
     except NotFound:  # missing, or removed while it was read
         gone = VerifyReport(parts=1)
-        if is_removed(place.store, receipt.part or "", place.version):
+        if is_removed(place.store, name, place.version):
             gone.consumed = 1
-            return gone, []
-        return gone, [
-            "expected the part that a receipt names, got no such object. Run the same extraction again: it computes "
-            "the missing samples"
-        ]
+        else:
+            add_problem(
+                gone,
+                name,
+                "expected the part that a receipt names, got no such object. Run the same extraction again: it "
+                "computes the missing samples",
+            )
+        return gone
 
 
-def _check_part(place: Place, receipt: Receipt, report: VerifyReport) -> Iterator[str]:
-    """Yield messages about a part. If its checksum is wrong, later messages name the changed chunks."""
-    store, name = place.store, receipt.part or ""
+def _check_part(store: Store, name: str, receipt: Receipt, layer_ids: Sequence[int]) -> VerifyReport:
+    """Check a part. If its checksum is wrong, later messages name the changed chunks."""
+    report, content = VerifyReport(parts=1), VerifyReport()
     size = store.head(name).size
     if size != receipt.size:
-        yield f"expected {receipt.size} bytes, as its receipt says, got {size}"
+        add_problem(report, name, f"expected {receipt.size} bytes, as its receipt says, got {size}")
     source = PartStream(store, name, size)
-    messages = list(_check_content(source, receipt, place.layer_ids, report))
+    for message in _check_content(source, receipt, layer_ids, content):
+        add_problem(content, name, message, MOST_OF_PART)
     crc = source.finish()
-    report.bytes += size
+    report.bytes = size
     if crc != receipt.crc32c:
-        yield f"expected crc32c {receipt.crc32c}, as its receipt says, got {crc}: the bytes changed"
-    yield from messages
+        told = f"expected crc32c {receipt.crc32c}, as its receipt says, got {crc}: the bytes changed"
+        add_problem(report, name, told)
+    report.add(content)
+    return report
 
 
 def _check_content(
@@ -358,20 +298,20 @@ def _check_segment(part: Part, proof: SegmentProof, layer_ids: Sequence[int]) ->
     if not agrees(info, proof):
         yield f"expected {proof.segment} at place {proof.slot}, as its receipt says, got {info.segment}"
         return
-    got = token_hash(part.token_ids(proof.slot))
+    key, got = shown(proof.segment.key), token_hash(part.token_ids(proof.slot))
     if got != proof.token_hash:
-        yield f"{proof.segment.key!r}: expected token ids of hash {proof.token_hash}, got {got}"
+        yield f"{key}: expected token ids of hash {proof.token_hash}, got {got}"
     s = proof.segment
     is_whole = s.columns == 1 and s.num_tokens == s.total and not is_mean(info.segment.meta)
     if is_whole and proof.sample_hash not in ("", got):
-        yield f"{s.key!r}: expected token ids of hash {proof.sample_hash}, the receipt's hash of the sample, got {got}"
+        yield f"{key}: expected token ids of hash {proof.sample_hash}, the receipt's hash of the sample, got {got}"
     mask = part.attached_shape(proof.slot, LOSS_MASK)
     if mask not in (None, (s.total,)):
-        yield f"{s.key!r}: expected a loss mask of {s.total} tokens, got shape {mask}"
+        yield f"{key}: expected a loss mask of {s.total} tokens, got shape {mask}"
     if layer_ids and info.segment.point == HIDDEN_STATES and (wrong := set(info.layer_ids) ^ set(layer_ids)):
-        yield f"{s.key!r}: expected the layers of run.json, got others: only one of the two has layer {min(wrong)}"
+        yield f"{key}: expected the layers of run.json, got others: only one of the two has layer {min(wrong)}"
     if info.raw_bytes != proof.raw_bytes:
-        yield f"{s.key!r}: expected {proof.raw_bytes} raw bytes, as its receipt says, got {info.raw_bytes}"
+        yield f"{key}: expected {proof.raw_bytes} raw bytes, as its receipt says, got {info.raw_bytes}"
 
 
 def _count_values(part: Part, i: int, info: SegmentInfo, report: VerifyReport) -> None:
@@ -391,11 +331,11 @@ def _count_values(part: Part, i: int, info: SegmentInfo, report: VerifyReport) -
     report.non_finite += len(non_finite)
     report.all_zero += info.num_layers - len(not_zero)
     if non_finite or len(not_zero) < info.num_layers:
-        _name_bad(report, info.segment.key)
+        name_bad(report, info.segment.key)
 
 
-def _check_samples(store: Store, manifest: Manifest, sound: set[str]) -> Iterator[Problem]:
-    """Yield a problem for each sample in ``sound`` parts whose segments do not fit together.
+def _check_samples(store: Store, manifest: Manifest, sound: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield a part and an error for each sample in ``sound`` parts whose segments do not fit together.
 
     Receipts do not name points and layers, so that checking each part against its receipt cannot find this.
     """
@@ -415,4 +355,4 @@ def _check_samples(store: Store, manifest: Manifest, sound: set[str]) -> Iterato
             except NotFound:
                 continue  # removed after use
             except HsxError as e:
-                yield Problem(min(parts), str(e))
+                yield min(parts), str(e)

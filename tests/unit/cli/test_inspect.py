@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hsx_dist.cli import inspect, main, tables
+from hsx_dist.cli import inspect, main, tables, verify
 from hsx_dist.cli.tables import print_table
 from hsx_dist.format.codecs import Codec, NoneCodec, SplitCodec, resolve_codec
 from hsx_dist.format.manifest import Receipt, RowFate
@@ -21,7 +21,7 @@ from hsx_dist.format.names import receipt_name
 from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.observe.console import print_json, print_json_rows
 from hsx_dist.page import HIDDEN_STATES, Page, Segment
-from hsx_dist.reading import Run
+from hsx_dist.reading import Run, verify_report
 from hsx_dist.reading.sample import columns_of
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import random_sample
@@ -283,3 +283,30 @@ def test_verify_names_the_part_of_a_flipped_bit(run: str, capsys: pytest.Capture
 def test_a_secret_storage_option_is_refused(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert hsx("ls", run, "--storage-option", "secret=hunter2") == 2
     assert "hunter2" not in capsys.readouterr().err
+
+
+def test_verify_prints_a_limited_number_of_problems_and_the_number_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (verify, verify_report):
+        monkeypatch.setattr(module, "MOST_PROBLEMS", 50)
+    path = str(tmp_path / "run")
+    samples = [random_sample(f"s{i}", 1, hidden_size=4, odd=False) for i in range(3 * 21)]
+    store_run(open_store(path), samples, per_part=21, info={"meaning": {"layers": [4]}})
+    assert hsx("verify", path) == 1
+    out = capsys.readouterr().out
+    assert out.count("BAD ") == 50
+    assert "\n… and 13 more problems\n" in out
+    assert "\n63 problems: " in out
+    assert hsx("verify", path, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (len(found["problems"]), found["unlisted"], found["ok"]) == (50, 13, False)
+
+
+def test_verify_prints_a_problem_of_a_receipt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "run")
+    writer = store_run(open_store(path), [random_sample("a", 1, odd=False)])
+    name = next(info.name for info in writer.store.list("manifest/0001/"))
+    writer.store.delete(name)
+    assert hsx("verify", path) == 1
+    assert f"BAD {name}: expected a receipt" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from hsx_dist.format.place import start_run
 from hsx_dist.format.receipt_log import ReceiptLog
 from hsx_dist.format.runs import load_manifest, read_complete, take_attempt, write_complete
 from hsx_dist.page import Segment, token_hash
-from hsx_dist.reading import Run
+from hsx_dist.reading import Run, verify_report
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.testing.faulty_stores import CountingStore
 from hsx_dist.testing.samples import RandomSample, random_sample
@@ -278,3 +278,17 @@ def test_few_requests_read_a_part_whose_states_are_stored_in_another_order_than_
     before = store.calls["get_ranges"]
     assert verify_run(store).ok
     assert store.calls["get_ranges"] - before < 5
+
+
+def test_a_report_lists_a_limited_number_of_short_problems_and_counts_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verify_report, "MOST_PROBLEMS", 50)
+    store = MemoryStore()
+    named = [replace(sample(), key=f"{i}{'k' * 1000}") for i in range(3 * 21)]
+    store_run(store, named, per_part=21, info={"meaning": {"layers": [4]}})
+    seen = dict[str, int]()
+    report = verify_run(store, on_part=lambda part, problems: seen.update({part: len(problems)}))
+    assert (len(report.problems), report.unlisted, report.ok) == (50, 13, False)
+    assert list(seen.values()) == [20, 20, 20]
+    assert max(len(problem.message) for problem in report.problems) < 200
