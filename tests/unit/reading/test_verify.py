@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hsx_dist.errors import FormatError, IntegrityError
-from hsx_dist.format import container_write
+from hsx_dist.format import container_write, manifest
 from hsx_dist.format.codecs import NoneCodec, ZstdCodec
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Receipt, RowFate
@@ -21,7 +21,7 @@ from hsx_dist.format.place import start_run
 from hsx_dist.format.receipt_log import ReceiptLog
 from hsx_dist.format.runs import load_manifest, read_complete, take_attempt, write_complete
 from hsx_dist.page import Segment, token_hash
-from hsx_dist.reading import Run, verify_report
+from hsx_dist.reading import Run, verify, verify_report
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.testing.faulty_stores import CountingStore
 from hsx_dist.testing.samples import RandomSample, random_sample
@@ -292,3 +292,17 @@ def test_a_report_lists_a_limited_number_of_short_problems_and_counts_the_others
     assert (len(report.problems), report.unlisted, report.ok) == (50, 13, False)
     assert list(seen.values()) == [20, 20, 20]
     assert max(len(problem.message) for problem in report.problems) < 200
+
+
+def test_a_report_counts_conflicts_that_the_manifest_does_not_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (manifest, verify):
+        monkeypatch.setattr(module, "MOST_CONFLICTS", 2)
+    store = MemoryStore()
+    start_run(store, {"meaning": {}, "settings": {}})
+    writer = RunWriter(store)
+    for made in (SAMPLE, OTHER):
+        named = [replace(made, key=f"s{i}") for i in range(5)]
+        writer.put([(s, replace(s.segments()[0], sample_hash=token_hash(s.token_ids)), 0) for s in named])
+    report = verify_run(store)
+    assert (len(report.problems), report.unlisted) == (2, 3)
+    assert all("with different tokens" in problem.message for problem in report.problems)
