@@ -19,7 +19,7 @@ from hsx_dist.config import InputConfig, is_local, public_url
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.store.encoded import without_decoding
-from hsx_dist.store.opening import check_endpoints
+from hsx_dist.store.opening import ARCHIVE_SCHEMES, check_endpoints
 
 Format = Literal["jsonl", "text", "parquet", "arrow"]
 _T = TypeVar("_T")
@@ -30,7 +30,7 @@ COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz|lzma)$", re.IGNORECASE)
 LINES = ("jsonl", "text")
 ARCHIVES = frozenset({".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".sz", ".snappy", ".br", ".lz", ".z"})
 #: fsspec cannot open these in bounded memory: tarfile reads as much as a header claims, and references name any file.
-_UNBOUNDED = frozenset({"tar", "libarchive", "reference"})
+_UNBOUNDED = ARCHIVE_SCHEMES - {"zip"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ _LOCAL = ("file", "local")
 _EMULATOR = "STORAGE_EMULATOR_HOST"
 #: Schemes for which obstore is tried first.
 _FAST = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+#: Schemes of archives. A small archive may have huge objects, and limits count the bytes of objects.
+ARCHIVE_SCHEMES = frozenset({"zip", "tar", "libarchive", "reference"})
 
 
 def open_store(
@@ -44,8 +46,8 @@ def open_store(
         on_retry: called with the error before each retry.
 
     Raises:
-        ConfigError: the URL is empty or contains a credential; its scheme is unknown, or the scheme's package is
-            missing; ``backend`` is obstore, and an option has no counterpart there.
+        ConfigError: the URL is empty or contains a credential; it is of an archive; its scheme is unknown, or the
+            scheme's package is missing; ``backend`` is obstore, and an option has no counterpart there.
     """
     if not url:
         raise ConfigError("expected the url of a store or the path of a folder, got an empty one. Set it")
@@ -80,6 +82,11 @@ def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Stor
         if separator and not rest.startswith("/"):
             raise ConfigError(f"{url}: expected file:///absolute/path, got a relative one. Add the leading slash")
         return LocalStore(rest if separator else url)
+    if not ARCHIVE_SCHEMES.isdisjoint(link.partition("://")[0] for link in url.split("::")):
+        raise ConfigError(
+            f"{public_url(url)}: expected a folder or an object store, got an archive ({', '.join(sorted(ARCHIVE_SCHEMES))}). "
+            "Extract the archive to a folder"
+        )
     if scheme != "memory" and not rest.strip("/"):
         raise ConfigError(f"{url}: expected a bucket behind {scheme}://, got none. Add it")
     if backend == "obstore" or (backend == "auto" and scheme in _FAST):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,20 @@ def test_urls_that_cannot_be(url: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as told:
         open_store(url)
     assert "hunter2secret" not in str(told.value)
+
+
+@pytest.mark.parametrize("backend", ["auto", "fsspec", "obstore"])
+@pytest.mark.parametrize(
+    "chain", ["zip://x", "zip://x::", "simplecache::zip://x::", "tar://x::", "libarchive://x::", "reference://x::"]
+)
+def test_an_archive_is_no_store(tmp_path: Path, chain: str, backend: Backend) -> None:
+    """A small archive may have objects of any size."""
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/a", bytes(1 << 20))
+    url, options = (f"{chain}file://{path}", {}) if chain.endswith("::") else (chain, {"fo": str(path)})
+    with pytest.raises(ConfigError, match="Extract the archive to a folder"):
+        open_store(url, options, backend=backend)
 
 
 def test_a_missing_package_is_named() -> None:
