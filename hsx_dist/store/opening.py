@@ -46,8 +46,8 @@ def open_store(
         on_retry: called with the error before each retry.
 
     Raises:
-        ConfigError: the URL is empty or contains a credential; it is of an archive; its scheme is unknown, or the
-            scheme's package is missing; ``backend`` is obstore, and an option has no counterpart there.
+        ConfigError: the URL is empty, of an archive, or contains a credential. Or its scheme is unknown, or the
+            scheme's package is missing. Or ``backend`` is obstore, and an option has no counterpart there.
     """
     if not url:
         raise ConfigError("expected the url of a store or the path of a folder, got an empty one. Set it")
@@ -84,8 +84,7 @@ def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Stor
         return LocalStore(rest if separator else url)
     if not ARCHIVE_SCHEMES.isdisjoint(link.partition("://")[0] for link in url.split("::")):
         raise ConfigError(
-            f"{public_url(url)}: expected a folder or an object store, got an archive ({', '.join(sorted(ARCHIVE_SCHEMES))}). "
-            "Extract the archive to a folder"
+            f"{public_url(url)}: expected a folder or an object store, got an archive. Extract the archive to a folder"
         )
     if scheme != "memory" and not rest.strip("/"):
         raise ConfigError(f"{url}: expected a bucket behind {scheme}://, got none. Add it")
