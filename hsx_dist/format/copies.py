@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 
 #: Shared by all segments of a sample: its number of tokens, its number of columns, and the hash of the ids.
 Identity = tuple[int, int, bytes]
@@ -17,7 +17,7 @@ _START_BITS = 41
 class Copies:
     """The segments of one key. ``added``: for the caller's use, how many segments of its list were added.
 
-    A segment takes about 150 bytes, and about 1.1 KB if no other segment has its identity. A receipt of a few KiB,
+    A segment takes about 150 bytes, and about 900 bytes if no other segment has its identity. A receipt of a few KiB,
     compressed, may have a million segments of one key and identity. Different hashes make it larger.
     """
 
@@ -70,7 +70,7 @@ class _Attempt:
         #: By identity and column with different cuts: all states to which segments lead from the first token.
         self._reached: dict[tuple[Identity, int], set[bytes]] = {}
         #: By identity: the columns whose segments cover all tokens.
-        self._covered: dict[Identity, set[int]] = {}
+        self._covered: dict[Identity, Set[int]] = {}
         #: Whether two segments of the same place differ in their tokens.
         self._mixed = False
         self.whole: set[Identity] = set()
@@ -141,8 +141,10 @@ class _Attempt:
 
     def _cover(self, identity: Identity, column: int) -> None:
         """Note whether a column covers all tokens, and with it whether the sample is whole."""
-        covered = self._covered.setdefault(identity, set())
+        known = self._covered.get(identity)
+        covered = known if isinstance(known, set) else set()
         (covered.add if self._is_covered(identity, column) else covered.discard)(column)
+        self._covered[identity] = covered or _NONE
         (self.whole.add if len(covered) == identity[1] else self.whole.discard)(identity)
 
     def _is_covered(self, identity: Identity, column: int) -> bool:
@@ -200,3 +202,5 @@ def _next(state: bytes, end: int) -> bytes:
 
 
 _FIRST = _state(0, 0)
+#: Shared, because a million identities may have no column that is covered, and an empty set takes 200 bytes.
+_NONE: Set[int] = frozenset()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, compress, islice
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +14,8 @@ from hsx_dist.format.copies import Copies
 from hsx_dist.format.key_index import KeyIndex
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
-from hsx_dist.format.segments import SegmentTable, exact_sum, tokens_once, whole
+from hsx_dist.format.sample_record import SampleRecord, Totals
+from hsx_dist.format.segments import SegmentTable, whole
 
 __all__ = [
     "Manifest",
@@ -25,48 +25,6 @@ __all__ = [
     "SegmentProof",
     "Totals",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRecord:
-    """A sample that is proven whole: ``segments`` are sorted by column, then by token. Those of each column cover all
-    tokens."""
-
-    key: str
-    num_tokens: int
-    attempt: int
-    row: int | None
-    segments: tuple[SegmentProof, ...]
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes of the sample's states before encoding."""
-        return sum(proof.raw_bytes for proof in self.segments)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the sample's states as stored."""
-        return sum(proof.stored_bytes for proof in self.segments)
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counts over samples. ``stored_bytes``: bytes of their encoded states; ``part_bytes``: bytes of their objects."""
-
-    samples: int = 0
-    tokens: int = 0
-    segments: int = 0
-    parts: int = 0
-    raw_bytes: int = 0
-    stored_bytes: int = 0
-    part_bytes: int = 0
-
-    def add(self, numbers: np.ndarray[Any, Any]) -> None:
-        """Count segments of samples: rows of ``SegmentTable.numbers``."""
-        self.segments += len(numbers)
-        self.tokens += exact_sum(tokens_once(numbers))
-        self.raw_bytes += exact_sum(numbers[:, 4])
-        self.stored_bytes += exact_sum(numbers[:, 5])
 
 
 class Manifest:
@@ -160,6 +118,12 @@ class Manifest:
     def receipts(self) -> list[Receipt]:
         """All receipts, by attempt, writer and number."""
         return [self._receipts[i] for i in sorted(self._receipts)]
+
+    def copy(self) -> Manifest:
+        """A manifest of the same receipts and conflicts. Adding to one does not change the other."""
+        made = Manifest(self.receipts)
+        made._conflicts |= self._conflicts
+        return made
 
     def has_receipt(self, name: tuple[int, str, int]) -> bool:
         """Whether the receipt of this attempt, writer and number was added."""
@@ -392,7 +356,7 @@ class Manifest:
         if key in self._dirty:
             del self._dirty[key]
             pending = self._settle(key)
-            if pending is not None:
+            if pending is not None and pending.added > _FEW:
                 # A reader that follows a run looks the key up after each segment. Keep the state, to add the next one.
                 self._copies[key] = pending
         if key in self._many:
@@ -442,6 +406,8 @@ def _some(names: set[str]) -> str:
     return ", ".join(first if len(names) <= 4 else [*first, f"{len(names) - 4} more"])
 
 
+#: The most segments of a key that are compared again after each new one. A state takes the memory of many segments.
+_FEW = 16
 #: A place is one integer: the receipt's number in the high bits, the slot in its table in the low bits.
 _SLOT_BITS = 32
 _SLOTS = (1 << _SLOT_BITS) - 1

@@ -380,6 +380,33 @@ def test_segments_of_one_key_take_little_memory() -> None:
     assert peak / n < 700
 
 
+@pytest.mark.parametrize("receipts", [16, 17, 64])
+def test_a_segment_of_many_keys_is_compared_with_few_others(receipts: int) -> None:
+    """Asked for each key after each receipt, as a follower does."""
+    manifest = Counting()
+    for i in range(1, receipts + 1):
+        manifest.add(_receipt(1, i, *(Segment(f"{k}", i, i, i + 1, 1 << 20) for k in range(32))))
+        assert not any(f"{k}" in manifest.samples for k in range(32))
+    assert manifest.read <= 10 * 32 * receipts
+
+
+@pytest.mark.parametrize("each", [2, 17])
+def test_keys_that_a_follower_looks_up_take_little_memory(each: int) -> None:
+    """A compacted manifest of a megabyte may have two hundred thousand segments. Each key has a few of them, and each
+    segment another number of tokens. Without the index of keys and the receipt."""
+    n = 200 * 17
+    made = Receipt(1, "w", 1, "p", 9, "0" * 8, 9, 10, [], (), "t")
+    numbers = [(0, 0, 1, 2 + i % each, 0, 0, -1, 0, 1) for i in range(n)]
+    keys = [f"{i // each}" for i in range(n)]
+    object.__setattr__(made, "segments", SegmentTable(keys, numbers, [("0" * 16, "", "")] * n))
+    tracemalloc.start()
+    manifest = Manifest([made])
+    assert not any(map(manifest.samples.get, keys))
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held / n < {2: 400, 17: 860}[each]
+
+
 def test_conflicts_are_listed_up_to_a_limit() -> None:
     """Each sentence has some parts, whose names may have 1,000 characters, and a key of any length."""
     long = "x" * 900
