@@ -26,6 +26,7 @@ class ManifestReader:
         self.complete = False
         self._logs = LogReader()
         self._completed = -1  # the last attempt that is complete, 0: none
+        self._lent = False
 
     def fetch(self, store: Store) -> Callable[[], None] | None:
         """Read the receipts that were stored since the last call.
@@ -53,12 +54,22 @@ class ManifestReader:
             return None
 
         def take() -> None:
-            self.manifest, self._logs = manifest, logs
+            shared = self._lent and manifest is self.manifest
+            held = manifest.copy() if shared and receipts else manifest
+            self._lent = shared and not receipts
+            self.manifest, self._logs = held, logs
             self._completed, self.complete = completed, over
             for receipt in receipts:
-                manifest.add(receipt)
+                held.add(receipt)
 
         return take
+
+    def lend(self) -> Manifest | None:
+        """The manifest, for a caller that keeps it. It never changes: an update with new receipts copies it."""
+        if self.manifest is not None:
+            len(self.manifest.samples)  # decides all samples, so that look-ups of other threads change nothing
+            self._lent = True
+        return self.manifest
 
     def release(self) -> None:
         """Free the memory of a complete run's manifest. It is read again only after another attempt."""

@@ -131,13 +131,15 @@ class Run:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """All receipts, with an object for each segment. Read on first access.
+        """All receipts, as of the last refresh. Read again on first access if the memory was freed since.
 
         Raises:
             RunError: the run was removed after it was opened.
         """
         with self.place.reading():
-            return load_manifest(self.store)
+            with self._lock:
+                held = self._reader.lend()
+            return load_manifest(self.store) if held is None else held
 
     @property
     def id(self) -> str:

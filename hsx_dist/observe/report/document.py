@@ -171,7 +171,7 @@ def _failures(facts: RunFacts) -> str:
     rows = [
         f'<tr><td>{what}</td><td class="n">{n:,}</td><td>{escape(reason)}</td></tr>'
         for what, reasons in (("refused", facts.refused), ("failed", facts.failed), ("poison", facts.poison))
-        for reason, n in reasons[:20]
+        for reason, n in reasons
     ]
     body = (
         '<table><tr><th>outcome</th><th class="n">rows</th><th>reason (numbers left out)</th></tr>'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -23,6 +23,8 @@ from hsx_dist.text import bounded
 
 #: Number of parts whose headers are read for the sizes of layers.
 PARTS_LOOKED_AT = 64
+#: The most reasons of refused, failed and poison rows that are shown.
+REASONS_SHOWN = 20
 #: The numbers of a heartbeat's progress that the report shows. Only these are kept: a run may have many attempts, and
 #: a decoded heartbeat takes many times its bytes.
 _PROGRESS = ("seconds", "tokens", "engines_timestamp")
@@ -94,7 +96,7 @@ class RunFacts:
     counts: dict[str, int]
     timeline: Timeline
     lengths: np.ndarray[Any, Any]  # int64 [samples]: tokens of each
-    refused: list[tuple[str, int]]  # reason → rows, the most frequent first
+    refused: list[tuple[str, int]]  # reason → rows, the most frequent reasons
     failed: list[tuple[str, int]]
     poison: list[tuple[str, int]]
     layer_sizes: list[LayerSize]
@@ -114,12 +116,13 @@ def gather_facts(run: Run) -> RunFacts:
 
 
 def _gather(run: Run) -> RunFacts:
-    run.index  # noqa: B018 - before the manifest: a complete run then frees what the index was made of
-    store, samples = run.store, run.manifest.samples.values()
+    # Before an index is built, which frees the run's manifest: it would be read again, and held twice.
+    manifest = run.manifest
+    store, samples = run.store, manifest.samples.values()
     names = sorted({proof.part for s in samples for proof in s.segments})
     stored = stored_parts(store)
     gone = set(names) - stored
-    lost = gone.intersection(missing_parts(store, run.manifest, run.version)) if gone else set()
+    lost = gone.intersection(missing_parts(store, manifest, run.version)) if gone else set()
     sizes, codecs, about = _layer_sizes(store, run, [name for name in names if name in stored])
     complete = read_complete(store)
     numbers = attempts_of(store)
@@ -132,21 +135,21 @@ def _gather(run: Run) -> RunFacts:
         settings=_shown(run, "settings"),
         attempts=attempts,
         counts={
-            "samples": len(run),
+            "samples": len(samples),
             "tokens": sum(s.num_tokens for s in samples),
             "parts": len(names),
             "removed_parts": len(gone - lost),
             "lost_parts": len(lost),
             "raw_bytes": sum(s.raw_bytes for s in samples),
-            "stored_bytes": sum(run.manifest.parts[name].size for name in names),
-            "refused": len(run.refused),
-            "failed": len(run.failed),
+            "stored_bytes": sum(manifest.parts[name].size for name in names),
+            "refused": len(manifest.refused),
+            "failed": len(manifest.failed),
         },
         timeline=_timeline(run, attempts),
         lengths=np.array([s.num_tokens for s in samples], np.int64),
-        refused=_reasons(run.refused),
-        failed=_reasons({key: fate for key, fate in run.failed.items() if fate.fate != "poison"}),
-        poison=_reasons({key: fate for key, fate in run.failed.items() if fate.fate == "poison"}),
+        refused=_reasons(manifest.refused.values()),
+        failed=_reasons(fate for fate in manifest.failed.values() if fate.fate != "poison"),
+        poison=_reasons(fate for fate in manifest.failed.values() if fate.fate == "poison"),
         layer_sizes=sizes,
         codecs=codecs,
         about=about,
@@ -210,9 +213,9 @@ def _time(text: str) -> float | None:
         return None
 
 
-def _reasons(fates: Mapping[str, RowFate]) -> list[tuple[str, int]]:
+def _reasons(fates: Iterable[RowFate]) -> list[tuple[str, int]]:
     """Count rows by reason. Words with digits are replaced, because they differ from row to row."""
-    return Counter(_kind(fate.reason) for fate in fates.values()).most_common()
+    return Counter(_kind(fate.reason) for fate in fates).most_common(REASONS_SHOWN)
 
 
 def _kind(reason: str) -> str:

@@ -7,16 +7,14 @@ import tracemalloc
 import pytest
 
 from hsx_dist.format.codecs import NoneCodec
-from hsx_dist.format.manifest import Manifest
-from hsx_dist.format.runs import load_manifest
+from hsx_dist.format.manifest import RowFate
 from hsx_dist.observe.report import states
-from hsx_dist.observe.report.facts import gather_facts
+from hsx_dist.observe.report.facts import REASONS_SHOWN, gather_facts
 from hsx_dist.observe.report.states import gather_states
 from hsx_dist.reading import Run
-from hsx_dist.store import Store
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
-from tests.harness.runs import store_run
+from tests.harness.runs import RunWriter, store_run, whole
 
 
 def test_the_sums_of_wide_layers_are_limited_with_all_that_is_computed_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,17 +35,26 @@ def test_the_sums_of_wide_layers_are_limited_with_all_that_is_computed_of_them(m
     assert gather_states(run, ["a"], []) is None
 
 
-def test_a_complete_runs_manifest_is_read_again_after_the_first_is_released(
-    small_run: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = []
+def test_the_fates_of_rows_are_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compacted manifest of 1 MiB may have a hundred thousand rows that failed, each with its own reason."""
+    writer = RunWriter(store_run(MemoryStore(), [random_sample("a", 2)]).place.root)
+    writer.put([], [RowFate(f"k{i}", None, "failed", chr(97 + i % 26) * (1 + i // 26), 1) for i in range(100)])
+    writer.complete()
+    run = Run(writer.place.root)
+    monkeypatch.delattr("hsx_dist.reading.run.load_manifest")
+    facts = gather_facts(run)
+    assert (facts.counts["failed"], len(facts.failed)) == (100, REASONS_SHOWN)
+    assert run.index.failed["k7"] is run.manifest.failed["k7"]
 
-    def load(store: Store) -> Manifest:
-        held.append(run._reader.manifest)
-        return load_manifest(store)
 
-    monkeypatch.setattr("hsx_dist.reading.run.load_manifest", load)
-    run = Run(small_run)
-    assert run._reader.manifest is not None
-    gather_facts(run)
-    assert held == [None]
+def test_a_manifest_that_a_caller_has_does_not_change() -> None:
+    writer = store_run(MemoryStore(), [random_sample("a", 2)])
+    later = RunWriter(writer.place.root)
+    later.put([whole(random_sample("b", 2))])
+    run = Run(writer.place.root)
+    before = run.manifest
+    run.refresh()
+    assert run.manifest is before
+    later.put([whole(random_sample("c", 2))])
+    run.refresh()
+    assert (sorted(before.samples), sorted(run.manifest.samples), len(run)) == (["a", "b"], ["a", "b", "c"], 3)
