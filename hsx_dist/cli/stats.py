@@ -8,6 +8,7 @@ from hsx_dist.cli.export import parse_layers
 from hsx_dist.cli.tables import print_table
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import ConfigError
+from hsx_dist.format.description import described_layers
 from hsx_dist.layers import is_all, resolve_layers
 from hsx_dist.observe.console import print_json
 from hsx_dist.page import HIDDEN_STATES
@@ -58,8 +59,8 @@ def _ids(run: Run, layers: str | None, point: str) -> tuple[int, ...] | None:
     """Return ``2,last`` as ids, as in extraction: ``last`` is N for hidden states, and N - 1 for other points."""
     if layers is None or is_all(layers):
         return None  # those that are stored: a part may claim any number of layers
-    told = run.at(0).about.get("num_hidden_layers") if len(run) else None
-    if type(told) is not int:
+    told = described_layers(run.at(0).about) if len(run) else None
+    if told is None:
         return parse_layers(layers)
     return resolve_layers(layers, told if point == HIDDEN_STATES else told - 1)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hsx_dist.errors import ConfigError, install_extra
+from hsx_dist.format.description import described_layers
 from hsx_dist.format.part_request import layer_list
 from hsx_dist.layers import resolve_layers
 from hsx_dist.page import HIDDEN_STATES
@@ -140,9 +141,9 @@ def parquet_key(key: str) -> str:
 
 def num_layers_of(run: Run, options: ExportOptions) -> int:
     """Return the model's number of layers. Raises ``ConfigError`` if run and options lack it, or differ."""
-    stored = run.at(0).about.get("num_hidden_layers") if len(run) else None
+    stored = described_layers(run.at(0).about) if len(run) else None
     found = stored if options.num_layers is None else options.num_layers
-    if isinstance(stored, int) and found != stored:
+    if stored is not None and found != stored:
         raise ConfigError(
             f"{run.url}: expected num_layers {stored}, as in its parts, got {found}. Remove num_layers (--num-layers)"
         )

@@ -174,6 +174,15 @@ class Description:
         return cls(codec, about, "vllm" if schema == "vllm" else "segments", tuple(infos))
 
 
+def described_layers(about: Mapping[str, Any]) -> int | None:
+    """The number of layers of the model that a part is of; ``None`` if its ``about`` has none.
+
+    Anyone may have written a part, so a number that no layer's id can have is none.
+    """
+    found = about.get("num_hidden_layers")
+    return found if type(found) is int and 0 < found <= MAX_HIDDEN_SIZE else None
+
+
 def plain_description(tensors: Mapping[str, Any]) -> Description:
     """A description for a file that vLLM wrote, without metadata: ``hidden_states [T, L, H]``, ``token_ids [T]``."""
     try:

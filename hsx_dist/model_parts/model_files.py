@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.format.description import described_layers
 from hsx_dist.format.json_objects import (
     MemberCheck,
     anything,
@@ -123,8 +124,8 @@ class ModelFiles:
         Raises:
             ConfigError: the sample is of a model with another number of layers.
         """
-        model, of_sample = self.config.get("num_hidden_layers"), sample.about.get("num_hidden_layers")
-        if isinstance(of_sample, int) and model is not None and of_sample != model:
+        model, of_sample = self.config.get("num_hidden_layers"), described_layers(sample.about)
+        if of_sample is not None and model is not None and of_sample != model:
             raise ConfigError(
                 f"sample {sample.key[:80]!a}: expected one of {self.model}, which has {model} layers, got one of "
                 f"a model with {of_sample}. Name the sample's model"

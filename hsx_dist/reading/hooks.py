@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.format.description import described_layers
 from hsx_dist.layers import point_of_hook
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.run import Run
@@ -20,7 +21,7 @@ def stream_place(sample: Sample, layer: int, num_layers: int | None = None) -> t
         layer: vLLM's id, 0 (the embeddings) to the model's number of layers.
         num_layers: the model's number of layers. Default: as recorded in the sample.
     """
-    last = sample.about.get("num_hidden_layers") if num_layers is None else num_layers
+    last = described_layers(sample.about) if num_layers is None else num_layers
     point, own = ("resid_final", 0) if layer == last else ("resid_pre", layer)
     stored = {name: of.layers for name, of in sample.points.items()}
     if HIDDEN_STATES not in stored or (layer not in stored[HIDDEN_STATES] and own in stored.get(point, ())):

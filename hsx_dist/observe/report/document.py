@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 
+from hsx_dist.format.description import described_layers
 from hsx_dist.observe.report.facts import RunFacts, gather_facts
 from hsx_dist.observe.report.html import document, escape, table
 from hsx_dist.observe.report.plots import Canvas
@@ -110,7 +111,7 @@ def _what_ran(facts: RunFacts) -> str:
         computed = sum(a.progress["tokens"] for a in facts.attempts)
         numbers.append((f"{computed / seconds:,.0f}", "tokens per second"))
     layers = facts.meaning.get("layers", [])
-    deepest = facts.about.get("num_hidden_layers")
+    deepest = described_layers(facts.about)
     of = f" of 0…{deepest}" if deepest is not None else ""
     rows = [
         ("model", facts.meaning.get("model", "?")),

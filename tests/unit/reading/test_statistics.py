@@ -13,10 +13,15 @@ import pytest
 
 from hsx_dist import HiddenStatesDataset
 from hsx_dist.cli.app import app
+from hsx_dist.cli.stats import run_stats
 from hsx_dist.errors import ConfigError, FormatError, RunError
+from hsx_dist.exporting.base import ExportOptions, num_layers_of
 from hsx_dist.format.names import statistics_name
+from hsx_dist.observe.report.document import _what_ran
+from hsx_dist.observe.report.facts import gather_facts
 from hsx_dist.reading import statistics
 from hsx_dist.reading.garbage import remove_run
+from hsx_dist.reading.hooks import stream_place
 from hsx_dist.reading.run import Run, open_run
 from hsx_dist.reading.statistics import RunStatistics, _Moments, compute_statistics, read_statistics, store_statistics
 from hsx_dist.reading.verify import verify_run
@@ -132,6 +137,18 @@ def test_the_command_names_layers_as_extraction_does(
     done = CliRunner().invoke(app, ["stats", str(tmp_path), "--layers", layers, "--json"])
     assert done.exit_code == 0, done.output
     assert [row["layer"] for row in json.loads(done.output)["layers"]] == expected
+
+
+@pytest.mark.parametrize("told", [1 - 10**4300, 10**400, 1 << 21, 0, -1, True, "5", [5]], ids=range(8))
+def test_a_number_of_layers_that_no_model_has_is_none(tmp_path: Path, told: object) -> None:
+    run = Run(store_run(open_store(str(tmp_path)), SAMPLES, about={"num_hidden_layers": told}).place.root)
+    with pytest.raises(ConfigError, match=r"expected layer ids with commas, such as 2,15,27, got '2,last'"):
+        run_stats(str(tmp_path), (), layers="2,last", points=None, max_tokens=None, skip_first=0, as_json=True)
+    with pytest.raises(ConfigError, match="expected a run with its model's number of layers, got none"):
+        num_layers_of(run, ExportOptions())
+    assert num_layers_of(run, ExportOptions(num_layers=30)) == 30
+    assert stream_place(run.at(0), 2) == ("hidden_states", 2)
+    assert " of 0…" not in _what_ran(gather_facts(run))
 
 
 def test_stored_statistics_can_be_read_and_wrong_ones_are_not_stored(tmp_path: Path) -> None:
