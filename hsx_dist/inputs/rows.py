@@ -335,7 +335,7 @@ class _RowCheck:
             raise InputError(f"{name}: {problem}")
         fields: dict[str, Any] = {kind: value}
         tools = record.get(c.tools)
-        if kind == "messages" and tools is not None:
+        if kind == "messages" and _has_tools(tools):
             fields["tools"] = as_tools(tools, c.tools, most)
         elif c.tools not in c.metadata and _has_tools(tools):
             raise InputError(

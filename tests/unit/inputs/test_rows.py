@@ -130,6 +130,13 @@ def test_a_bad_row_is_refused_and_the_next_one_read(tmp_path: Path, line: Any, r
     assert good == Row("in:00000001", 1, text="good")
 
 
+@pytest.mark.parametrize("nothing", ["", " ", "null", "[]", [], {}, None])
+def test_no_tools_in_any_form(nothing: Any) -> None:
+    (row,) = rows_from([{"messages": [{"role": "user", "content": "hi"}], "tools": nothing}], InputConfig())
+    assert isinstance(row, Row)
+    assert row.tools is None
+
+
 def test_a_refused_row_keeps_the_id_it_has(tmp_path: Path) -> None:
     assert one(tmp_path, {"id": "a", "text": ""}).key == "a"
     assert one(tmp_path, {"id": "a" * 2000, "text": "x"}).key == "in#00000000"
