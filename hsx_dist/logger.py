@@ -7,32 +7,16 @@ in vLLM's server other code configures the formatters.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from operator import index
 from typing import Any
 
-from hsx_dist.text import printable, printable_lines
+from hsx_dist.text import bounded, printable_lines, redacted
 
 #: Limit of the shown characters of one argument.
 MAX_ARGUMENT = 2000
 
 _formatter = logging.Formatter()
-
-
-@cache
-def _redactor() -> Callable[[str], str]:
-    # Imported late: the benchmark of a GPU's copies runs on machines without the packages of ``config``. It opens no
-    # store, so its lines have no credentials.
-    try:
-        from hsx_dist.config.redaction import redact_text
-    except ImportError:
-        return str
-    return redact_text
-
-
-def _redact(text: str) -> str:
-    return _redactor()(text)
 
 
 class _Escaped:
@@ -42,10 +26,10 @@ class _Escaped:
         self._value = value
 
     def __str__(self) -> str:
-        return printable(_redact(str(self._value)), MAX_ARGUMENT)
+        return bounded(self._value, MAX_ARGUMENT)
 
     def __repr__(self) -> str:
-        return printable(_redact(repr(self._value)), MAX_ARGUMENT)
+        return bounded(repr(self._value), MAX_ARGUMENT)
 
     # For %d, %x and %f: NumPy's and torch's numbers are neither int nor float. These methods refuse text.
     def __int__(self) -> int:
@@ -65,7 +49,7 @@ class _Escaped:
 
 def shown_traceback(raised: Any) -> str:
     """Return the traceback of a record's ``exc_info``, redacted and escaped."""
-    return printable_lines(_redact(_formatter.formatException(raised)))
+    return printable_lines(redacted(_formatter.formatException(raised)))
 
 
 def _escaped(value: Any) -> Any:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
+from collections.abc import Callable
+from functools import cache
 from itertools import accumulate
 from numbers import Integral, Real
 from typing import Any
@@ -48,9 +50,28 @@ def printable_lines(text: object) -> str:
     return "\n  ".join(map(printable, _cut(str(text), MAX_SHOWN).split("\n")))
 
 
-def bounded(text: object) -> str:
-    """Return a reason in the form that is stored and returned: printable, at most ``MAX_REASON`` characters."""
-    return printable(text, MAX_REASON)
+@cache
+def _redactor() -> Callable[[str], str]:
+    # Imported late: the benchmark of a GPU's copies runs on machines without the packages of ``config``. It opens no
+    # store, so its lines have no credentials.
+    try:
+        from hsx_dist.config.redaction import redact_text
+    except ImportError:
+        return str
+    return redact_text
+
+
+def redacted(text: str) -> str:
+    """Return ``redact_text(text)``."""
+    return _redactor()(text)
+
+
+def bounded(text: object, limit: int = MAX_REASON) -> str:
+    """Return a reason in the form that is stored and returned: redacted, printable, at most ``limit`` characters.
+
+    Redacts before it cuts: half a credential is not recognized.
+    """
+    return printable(redacted(str(text)), limit)
 
 
 def ascii_json(value: Any, *, indent: int | None = None) -> str:

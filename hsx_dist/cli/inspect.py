@@ -22,7 +22,7 @@ from hsx_dist.reading.arrays import to_states
 from hsx_dist.reading.column import PointColumns, StoredPoint, check_decoded
 from hsx_dist.reading.sample import columns_of
 from hsx_dist.reading.stored import read_stored
-from hsx_dist.text import bounded
+from hsx_dist.text import printable
 
 if TYPE_CHECKING:
     from hsx_dist.jobs.decode import Decode
@@ -303,6 +303,6 @@ def _fate(fate: RowFate) -> dict[str, Any]:
 def _fate_lines(name: str, fates: Sequence[RowFate]) -> Iterable[tuple[str, str]]:
     yield name, f"{len(fates):,} rows"
     for fate in fates[:_REASONS_SHOWN]:
-        yield "", f"{bounded(fate.key)}: {fate.reason}"
+        yield "", f"{printable(fate.key)}: {fate.reason}"
     if len(fates) > _REASONS_SHOWN:
         yield "", f"… and {len(fates) - _REASONS_SHOWN} more (--json prints all)"

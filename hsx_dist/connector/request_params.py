@@ -26,7 +26,7 @@ from hsx_dist.format.names import MAX_KEY
 from hsx_dist.json_limits import json_text
 from hsx_dist.page import HIDDEN_STATES, object_name, sample_key
 from hsx_dist.store.folder_listing import UNFINISHED
-from hsx_dist.text import printable
+from hsx_dist.text import bounded, printable
 
 PREFIX = "hidden_states_"
 PARAMS = "kv_transfer_params"
@@ -224,7 +224,7 @@ def _read(params: Mapping[Any, Any], refused: dict[str, str], name: str, default
     try:
         return parse(value)
     except ValueError as e:
-        refused[name] = printable(e, 500)
+        refused[name] = bounded(e, 500)
     except Exception as e:  # noqa: BLE001 - a client's value must not end the engine
         refused[name] = f"could not be read: {type(e).__name__}"
     return default

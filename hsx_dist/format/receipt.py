@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -20,7 +20,7 @@ from hsx_dist.format.json_objects import check_containers, parse_json, shown
 from hsx_dist.format.names import LARGEST_NUMBER, MAX_KEY, MAX_LABEL, WRITER, parse_part_name
 from hsx_dist.format.segment_info import MAX_COLUMNS, MAX_TOKENS
 from hsx_dist.format.segments import SegmentProof, SegmentTable
-from hsx_dist.text import bounded
+from hsx_dist.text import MAX_REASON, bounded, printable
 
 __all__ = ["Receipt", "RowFate", "SegmentProof"]
 
@@ -57,9 +57,10 @@ class RowFate:
     each try; the row is tried again only on request. ``withdrawn``: revokes an earlier fate of the key, as the row was
     corrected.
 
-    ``reason``: printable, at most 1,000 characters; it is made so, because a stored one may have any size. ``content``:
-    hash of the row's content, which distinguishes a corrected row from the refused one; empty when the row could not be
-    read.
+    ``reason``: redacted, printable, at most 1,000 characters; it is made so, because it may be a library's error. A
+    ``stored`` one is only made printable and short: it may have any size, and redaction of many takes long.
+    ``content``: hash of the row's content, which distinguishes a corrected row from the refused one; empty when the row
+    could not be read.
 
     Example:
         >>> {key: fate.reason for key, fate in run.refused.items()}
@@ -72,9 +73,10 @@ class RowFate:
     reason: str
     tries: int
     content: str = ""
+    stored: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", bounded(self.reason))
+    def __post_init__(self, stored: bool) -> None:
+        object.__setattr__(self, "reason", printable(self.reason, MAX_REASON) if stored else bounded(self.reason))
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +305,7 @@ def _fate(row: Any) -> RowFate:
         _text(reason, "rows: reason"),
         _count(tries, "rows: tries", _LARGEST_ROW),
         _text(content, "rows: content"),
+        stored=True,
     )
 
 

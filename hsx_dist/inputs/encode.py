@@ -13,6 +13,7 @@ from hsx_dist.inputs.loss_mask import mask_of_spans, spans_of_roles
 from hsx_dist.inputs.rendered import Text, require_rendered, require_texts
 from hsx_dist.inputs.row_values import shown
 from hsx_dist.inputs.rows import Row
+from hsx_dist.text import bounded
 
 #: Limit of the characters that are rendered to derive one row's loss mask. For the time that a message takes, each
 #: rendered message counts as ``_MESSAGE_COST`` more.
@@ -85,7 +86,7 @@ def load_tokenizer(model: str, *, revision: str | None = None, engine_kwargs: Ma
         if not is_error(e):
             raise
         # For a tokenizer that is missing or unreadable, transformers raises OSError, ValueError, KeyError, …
-        why = public_url((str(e).splitlines() or [""])[0])[:200]  # it may name the hub's URL
+        why = bounded(public_url((str(e).splitlines() or [""])[0]), 200)  # it may name the hub's URL
         raise ConfigError(
             f"model: expected a model with a tokenizer at {source!r}, got {type(e).__name__}: {why}. Check the "
             "name, the revision and the access to it"
@@ -291,4 +292,4 @@ def _ints(ids: Any) -> list[int]:
 
 
 def _error_text(e: BaseException) -> str:
-    return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
+    return f"{type(e).__name__}: {bounded((str(e).splitlines() or [''])[0], 200)}"

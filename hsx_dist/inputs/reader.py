@@ -24,7 +24,7 @@ from hsx_dist.inputs import reader_child
 from hsx_dist.inputs.reader_child import memory_limit
 from hsx_dist.inputs.records import RecordBatch
 from hsx_dist.inputs.sources import InputSource
-from hsx_dist.text import printable
+from hsx_dist.text import bounded
 
 #: Each thread's stack counts as memory, and Arrow's other pools and threads reserve more than they use.
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}
@@ -113,7 +113,7 @@ def _died(
     errors.seek(max(size - 4096, 0))
     lines = errors.read().decode(errors="replace").strip().splitlines()
     # A URL may be signed.
-    said = f" ({printable(lines[-1], _LONGEST_LINE)})" if lines and "://" not in lines[-1] else ""
+    said = f" ({bounded(lines[-1], _LONGEST_LINE)})" if lines and "://" not in lines[-1] else ""
     limit = f"{memory_limit(config) / 2**30:.1f} GiB"
     return FormatError(
         f"{shown}, after row {last}: expected to read it within {limit} of memory, got a reader process that ended by "

@@ -16,6 +16,7 @@ from hsx_dist.inputs.allowance import Allowance
 from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, refuse_json, refuse_parquet_json, with_uuids_as_text
 from hsx_dist.inputs.maps import with_objects
 from hsx_dist.inputs.row_cost import cost_of_columns
+from hsx_dist.text import bounded
 
 #: The first version of pyarrow with ``arrow_extensions_enabled``. Its memory pool returns the sum of all allocations.
 _PYARROW = 21
@@ -175,7 +176,7 @@ def _rows(batch: Any, most: int) -> Iterator[tuple[list[Any], int]]:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return bounded((str(error).splitlines() or [type(error).__name__])[0], 200)
 
 
 def _check(column: Any) -> None:

@@ -13,6 +13,7 @@ from hsx_dist.errors import ConfigError, is_error
 from hsx_dist.logger import get_logger
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
 from hsx_dist.reading.arguments import path_text
+from hsx_dist.text import bounded
 
 #: Token ids → their text.
 Decode = Callable[[Sequence[int]], str]
@@ -86,7 +87,7 @@ def load_decoder(source: str) -> Decode:
 
 
 def _why(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return f"{type(error).__name__}: {bounded((str(error).splitlines() or [''])[0], 200)}"
 
 
 def _is_builtin(meaning: Any) -> bool:

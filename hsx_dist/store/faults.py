@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, quote_plus
 
+from hsx_dist.config.redaction import redact_text
 from hsx_dist.config.secret_names import looks_secret
 from hsx_dist.config.urls import url_secrets
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
@@ -247,6 +248,7 @@ def _detail(chain: list[BaseException], code: str, status: int | None, redact: R
     root = chain[-1]
     # Redacted before the text is cut: half a credential would not be recognised.
     text = " ".join(redact(str(root).partition(_RUST)[0]).split()) or redact(json.dumps(repr(root)))
+    text = redact_text(text)
     short = text if len(text) <= _DETAIL else f"{text[:_DETAIL]}…"
     what = code or (f"HTTP {status}" if status is not None else "")
     return f"{type(root).__name__}{f' {what}' if what and what not in short else ''}: {short}"

@@ -8,6 +8,7 @@ from html import unescape
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
+from hsx_dist.config.redaction import redact_text
 from hsx_dist.config.urls import public_url
 from hsx_dist.errors import NotFound, StoreError
 from hsx_dist.store.base import ObjectInfo, check_name
@@ -90,7 +91,7 @@ class HttpStore(FsspecStore):
         try:
             names = dict.fromkeys(_names_in(page, url))
         except ValueError as e:
-            raise self._lists_nothing(prefix, f"a link that cannot be read ({str(e)[:100]})", url) from e
+            raise self._lists_nothing(prefix, f"a link that cannot be read ({redact_text(str(e))[:100]})", url) from e
         title = _TITLE.search(page.decode(errors="replace"))
         if not names and not (below and title and unescape(title[1]).strip().rstrip("/").endswith(below)):
             # Not the page of an empty folder: it may be a log-in page, or ask to wait.

@@ -22,8 +22,8 @@ PACKAGE = Path(hsx_dist.__file__).parent
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"config", "errors", "format", "jobs", "model_parts", "page", "reading"},
     "errors": set(),
-    "text": set(),
-    "logger": {"config", "text"},
+    "text": {"config"},
+    "logger": {"text"},
     "json_limits": set(),
     "page": set(),
     "isa": set(),
@@ -99,6 +99,7 @@ ALLOWED: dict[str, set[str]] = {
             "observe",
             "models",
             "logger",
+            "text",
         ),
     },
     "cli": {

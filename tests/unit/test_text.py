@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import hsx_dist
+from hsx_dist.format.receipt import RowFate
 from hsx_dist.reading import Problem
 from hsx_dist.text import MAX_REASON, MAX_SHOWN, ascii_json, bounded, printable, printable_lines
 
@@ -53,6 +54,14 @@ def test_the_limit_counts_printed_characters(text):
 
 def test_a_line_break_begins_no_line_at_the_margin():
     assert printable_lines("one\ntwo\x1b") == "one\n  two\\x1b"
+
+
+@pytest.mark.parametrize("before", range(MAX_REASON - 60, MAX_REASON, 3))
+def test_a_credential_is_not_shown_in_part_where_a_reason_is_cut(before):
+    for secret in ("https://hunter2secret@host/x", "me:hunter2secret@host", "hf_hunter2secretAbCdEfGhIjKlMn"):
+        reason = f"{'x' * before} {secret} failed"
+        assert "hunter" not in bounded(reason)
+        assert "hunter" not in RowFate("k", 0, "failed", reason, 1).reason
 
 
 def test_json_is_ascii():

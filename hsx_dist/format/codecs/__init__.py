@@ -17,6 +17,7 @@ from hsx_dist.format.codecs.split import SplitCodec
 from hsx_dist.format.codecs.zstd import ZstdCodec
 from hsx_dist.format.json_objects import shown
 from hsx_dist.page import FLOATS
+from hsx_dist.text import bounded
 
 #: Name → class. The keys of ``to_dict`` besides ``name`` are the class's arguments.
 CODECS: dict[str, type[Codec]] = {c.name: c for c in (NoneCodec, ZstdCodec, SplitCodec, Fp8TokenCodec)}
@@ -100,7 +101,8 @@ def codec_from_dict(d: Mapping[str, Any]) -> Codec:
         return codec(**{str(k): v for k, v in d.items() if k != "name"})
     except (TypeError, ValueError) as e:
         raise FormatError(
-            f"codec {name}: expected parameters that it accepts, got {str(dict(d))[:200]}: {str(e)[:200]}. Correct them"
+            f"codec {name}: expected parameters that it accepts, got {bounded(dict(d), 200)}: "
+            f"{bounded(e, 200)}. Correct them"
         ) from e
 
 

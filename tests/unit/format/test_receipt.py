@@ -272,6 +272,13 @@ def test_a_damaged_receipt_is_an_integrity_error() -> None:
         Receipt.from_json(data)
 
 
+def test_a_stored_reason_is_only_made_short_and_printable() -> None:
+    reason = "me:pw@host \x1b " + "x" * 2000
+    assert RowFate("k", 0, "failed", reason, 1, stored=True).reason.startswith("me:pw@host \\x1b xxx")
+    assert len(RowFate("k", 0, "failed", reason, 1, stored=True).reason) == 1000
+    assert RowFate("k", 0, "failed", reason, 1).reason.startswith("me:(not shown)@host")
+
+
 def test_receipts_pickle() -> None:
     assert pickle.loads(pickle.dumps(_example())) == _example()
     assert dataclasses.replace(_example(), seq=2).id == (1, "w-0", 2)

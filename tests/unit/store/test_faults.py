@@ -129,3 +129,9 @@ def test_a_credential_is_not_shown_in_part_where_a_message_is_cut(before: int) -
     redact = Redactor({"secret": "very-secret-value"}, {})
     error = translate(ClientError("AccessDenied", 403, "x" * before + " very-secret-value"), "put a", "b", redact)
     assert "very" not in str(error)
+
+
+@pytest.mark.parametrize("before", range(230, 310, 3))
+def test_an_unknown_credential_is_not_shown_in_part_where_a_message_is_cut(before: int) -> None:
+    said = "x" * before + " mirror https://hunter2secret@host/x failed"
+    assert "hunter" not in str(translate(ClientError("Odd", 400, said), "put a", "b", _NOTHING))
