@@ -5,6 +5,7 @@ An object store is not a file system: objects appear whole or not at all, there 
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -159,6 +160,14 @@ def version_of(store: Store, name: str) -> str | None:
         if e.retryable:
             raise
         return None
+
+
+def stated_size(value: object, where: str) -> int:
+    """Return an object's size as a service states it. Raises ``StoreError`` if it states none, or no number."""
+    if re.fullmatch("[0-9]{1,18}", str(value)) is None:
+        got = "none" if value is None else repr(value)[:50]
+        raise StoreError(f"{where}: expected the object's size, got {got}. Use a server that states it")
+    return int(str(value))
 
 
 def not_conditional(url: str) -> StoreError:

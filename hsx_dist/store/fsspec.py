@@ -29,10 +29,11 @@ from hsx_dist.store.base import (
     cut,
     not_conditional,
     require_at_most,
+    stated_size,
 )
 from hsx_dist.store.encoded import without_decoding
 from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
-from hsx_dist.store.pages import in_order, next_page, put_in_order
+from hsx_dist.store.pages import in_order, listed, next_page, put_in_order
 
 T = TypeVar("T")
 
@@ -139,15 +140,11 @@ class FsspecStore:
         path = self._path(name)
         if self._s3:
             # s3fs's info() lists the name as a folder if it is missing: another request for each `is_fenced`.
-            return ObjectInfo(name, int(self._head_s3(name)["ContentLength"]))
+            return ObjectInfo(name, stated_size(self._head_s3(name).get("ContentLength"), f"head {self.url}/{name}"))
         info = self._call("head", name, lambda: self._fs.info(path, **self._limit()))
         if info["type"] != "file":
             raise NotFound(f"head {self.url}/{name}: there is no such object")
-        if info["size"] is None:
-            raise StoreError(
-                f"head {self.url}/{name}: expected the object's size, got none. Use a server that states it"
-            )
-        return ObjectInfo(name, int(info["size"]))
+        return ObjectInfo(name, stated_size(info.get("size"), f"head {self.url}/{name}"))
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         found = self._list_s3(prefix, after) if self._s3 else self._list_any(prefix)
@@ -165,11 +162,15 @@ class FsspecStore:
 
     def version(self, name: str) -> str:
         """See ``Conditional``: S3's ETag, GCS's generation."""
+        found = None
         if self._s3:
-            return str(self._head_s3(name)["ETag"])
-        if self._gcs:
-            return str(self._call("head", name, lambda: self._fs.info(self._path(name), **self._limit()))["generation"])
-        raise not_conditional(self.url)
+            found = self._head_s3(name).get("ETag")
+        elif self._gcs:
+            info = self._call("head", name, lambda: self._fs.info(self._path(name), **self._limit()))
+            found = info.get("generation")
+        if not found:
+            raise not_conditional(self.url)
+        return str(found)
 
     def delete_version(self, name: str, version: str) -> bool:
         """See ``Conditional``. Some servers ignore the condition: test with a probe object first."""
@@ -301,8 +302,9 @@ class FsspecStore:
         while True:
             answer = self._call("list", prefix, lambda: self._fs.call_s3("list_objects_v2", **page, **self._limit()))
             for entry in answer.get("Contents", ()):
-                if not entry["Key"].endswith("/"):  # a console's folder marker
-                    yield ObjectInfo(entry["Key"][len(root) :], int(entry["Size"]))
+                info = listed(entry, where)
+                if not info.name.endswith("/"):  # a console's folder marker
+                    yield ObjectInfo(info.name[len(root) :], info.size)
             token = next_page(answer, token, where)
             if token is None:
                 return
@@ -325,8 +327,8 @@ class FsspecStore:
         for name, info in sorted(names, key=lambda item: item[0]):
             if info["type"] == "file" and not name.endswith("/"):
                 # Listings of some file systems have no sizes, such as an HTTP server's page of links.
-                if info["size"] is not None:
-                    yield ObjectInfo(name, int(info["size"]))
+                if info.get("size") is not None:
+                    yield ObjectInfo(name, stated_size(info["size"], f"list {self.url}/{prefix}"))
                     continue
                 with suppress(NotFound):  # deleted since
                     yield self.head(name)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hsx_dist.errors import StoreError
-from hsx_dist.store.base import ObjectInfo
+from hsx_dist.store.base import ObjectInfo, stated_size
 
 
 def in_order(found: Iterable[ObjectInfo], where: str) -> Iterator[ObjectInfo]:
@@ -41,6 +41,17 @@ def _repeated(info: ObjectInfo, where: str) -> StoreError:
         f"{where}: expected each name once, got {info.name} again or late: the store repeats a page, and objects may "
         "be missing. Use another store"
     )
+
+
+def listed(entry: Mapping[str, Any], where: str) -> ObjectInfo:
+    """Return the object of an entry of S3's ``list_objects_v2``, under its whole key.
+
+    Raises:
+        StoreError: the entry lacks the key or the size.
+    """
+    if not entry.get("Key"):
+        raise StoreError(f"{where}: expected the key of each object, got an entry without. Use another store")
+    return ObjectInfo(str(entry["Key"]), stated_size(entry.get("Size"), where))
 
 
 def next_page(answer: Mapping[str, Any], token: str | None, where: str) -> str | None:
