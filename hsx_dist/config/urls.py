@@ -103,6 +103,10 @@ def _harmless(url: str) -> str:
     return f"{known[1]}:…" if known else "…"
 
 
+#: The source of an endpoint that no option and no variable names.
+PROFILES_ENDPOINT = "endpoint_url of the AWS profile"
+
+
 def check_endpoint(endpoint: str, source: str) -> None:
     """Raise ConfigError unless ``endpoint`` is ``http[s]://HOST[:PORT]``, with or without a path.
 

@@ -148,6 +148,7 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     check_endpoints(config.storage_options)
     _check_chain(config.path, shown)
     fs, path = fsspec.core.url_to_fs(config.path, **without_decoding(config.path, config.storage_options))
+    check_endpoints(_innermost(fs).storage_options)  # with those of fsspec's configuration
     if isinstance(_innermost(fs), LocalFileSystem) and not isinstance(fs, LocalFileSystem):
         # Checks of local files look for links and FIFOs, which a cache hides.
         raise ConfigError(

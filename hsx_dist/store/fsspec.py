@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from hsx_dist.config.urls import public_url
+from hsx_dist.config.urls import PROFILES_ENDPOINT, check_endpoint, public_url
 from hsx_dist.errors import AlreadyExists, ConfigError, HsxError, NotFound, StoreError, Unavailable, install_extra
 from hsx_dist.store.base import (
     PATIENCE_S,
@@ -242,6 +242,7 @@ class FsspecStore:
             raise translate(e, f"open {self._url}", self._bucket, self._redact) from self._shown(e)
         if self._scheme in ("s3", "s3a"):
             fs.retries = 1
+        self._unchecked = True
         return fs, root
 
     def _defaults(self) -> dict[str, Any]:
@@ -406,12 +407,20 @@ class FsspecStore:
 
     def _call(self, verb: str, name: str, call: Callable[[], T], past_end: T | None = None) -> T:
         with self._translating(verb, name):
+            self._check_profile()
             try:
                 return call()
             except Exception as e:
                 if past_end is not None and past_the_end(e):
                     return past_end
                 raise
+
+    def _check_profile(self) -> None:
+        """Check the endpoint that a profile names. Only the client knows it, and to make one may take requests."""
+        if self._s3 and self._unchecked:
+            self._fs.connect(**self._limit())
+            check_endpoint(str(self._fs.s3.meta.endpoint_url), PROFILES_ENDPOINT)
+            self._unchecked = False
 
     def _given_token(self) -> bool:
         """Whether the options contain a temporary token, which cannot be renewed."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from hsx_dist.config.urls import PROFILES_ENDPOINT, check_endpoint
 from hsx_dist.errors import ConfigError, install_extra
 from hsx_dist.store.obstore_connection import KEEP, Connection, NotTranslated, mapping, only
 
@@ -145,6 +146,7 @@ def s3_connection(bucket: str, options: Mapping[str, Any], region: str | None) -
 
     given = _Given.of(bucket, options)
     client = _botocore_client(options, given.client, given.config, region)
+    check_endpoint(str(client.meta.endpoint_url), PROFILES_ENDPOINT)
     config = _s3_config(given, client, region)
     anonymous = bool(options.get("anon"))
     provider: Any = None if anonymous else BotocoreCredentials(client._request_signer._credentials)

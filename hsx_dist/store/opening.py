@@ -52,10 +52,28 @@ def open_store(
     if not url:
         raise ConfigError("expected the url of a store or the path of a folder, got an empty one. Set it")
     check_no_credentials(url)
+    storage_options = _with_configuration(url, storage_options)
     check_endpoints(storage_options or {})
     if retry_seconds < 0:
         raise ConfigError(f"retry_seconds: expected 0 or more, got {retry_seconds}. Set 0 for no retries")
     return RetryStore(_open(url, storage_options, backend), RetryPolicy(seconds=retry_seconds), on_retry=on_retry)
+
+
+def _with_configuration(url: str, options: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the options with those of fsspec's configuration for the scheme (``FSSPEC_S3_KEY``), as fsspec does."""
+    scheme, separator, _ = url.partition("://")
+    if not separator or scheme in _LOCAL or not isinstance(options or {}, Mapping):
+        return options
+    # Imported here: reading from a folder needs no fsspec.
+    from fsspec import get_filesystem_class
+    from fsspec.config import apply_config, conf
+
+    if not conf:
+        return options
+    try:
+        return dict(apply_config(get_filesystem_class(scheme), dict(options or {})))
+    except (ImportError, ValueError):  # raised by the store
+        return options
 
 
 def check_endpoints(options: Mapping[str, Any]) -> None:

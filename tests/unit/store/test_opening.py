@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from fsspec.config import conf
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, Unavailable
@@ -118,6 +119,7 @@ except ConfigError as e:
     assert "expected the package obstore, got none" in said
 
 
+BACKENDS: list[Backend] = ["auto", "obstore", "fsspec"]
 ODD_ENDPOINTS = [
     "me:hunter2secret@minio:9000",
     "//me:hunter2secret@minio:9000",
@@ -147,6 +149,35 @@ def test_an_endpoint_is_http_and_a_host(endpoint: str, backend: Backend, monkeyp
         with pytest.raises(ConfigError, match=f"{name}: expected http://HOST"):
             open_store("s3://b/x", backend=backend)
         monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("backend", ["obstore", "auto", "fsspec"])
+def test_the_endpoint_of_a_profile_is_checked(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = tmp_path / "config"
+    profile.write_text("[default]\nregion = us-east-1\nendpoint_url = http://me:hunter2secret@127.0.0.1:9\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(profile))
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    with pytest.raises(ConfigError, match="endpoint_url of the AWS profile: expected http://HOST") as told:
+        open_store("s3://b/x", {"key": "k", "secret": "s"}, backend=backend, retry_seconds=0).put("a", [b"x"])
+    assert "hunter2" not in str(told.value)
+
+
+def test_options_of_fsspecs_configuration_count(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.setitem(conf, "s3", {"key": "k", "secret": "s", "endpoint_url": "http://me:hunter2secret@h"})
+    for backend in BACKENDS:
+        with pytest.raises(ConfigError, match="endpoint_url: expected http://HOST"):
+            open_store("s3://b/x", backend=backend)
+    with pytest.raises(ConfigError, match="endpoint_url: expected http://HOST"):
+        find_input(InputConfig.model_construct(path="s3://b/x.jsonl", storage_options={}))
+    monkeypatch.setitem(conf, "s3", {"key": "k", "secret": "s", "session": "mine"})
+    with pytest.raises(ConfigError, match=r"storage_options.session has no counterpart"):
+        open_store("s3://b/x", backend="obstore")
+    open_store("s3://b/x", {"session": None}, backend="obstore")  # an option counts more
 
 
 def test_an_emulators_address_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
