@@ -43,21 +43,22 @@ def _shown(meta: Mapping[str, Any], token_ids: np.ndarray[Any, Any]) -> _Shown:
     return {name: value for name, value in meta.items() if name != "bad"}, token_hash(token_ids)
 
 
-def _by_row(run: Run) -> dict[int, int]:
-    """Return each input row's place in the run.
+def _rows_of(run: Run) -> np.ndarray[Any, Any]:
+    """Return the input row of each sample that has one, ascending. Its index is the sample's place in the run.
 
     Raises:
         ConfigError: two samples have one row number. A resume with the rows in another order stores such samples.
     """
-    found: dict[int, int] = {}
-    for place, row in enumerate(run.index.rows.tolist()):
-        if row >= 0 and (first := found.setdefault(row, place)) != place:
-            keys = [run.at(p).key[:80] for p in (first, place)]
-            raise ConfigError(
-                f"--hsx-run: expected one sample of each input row, got {keys[0]!r} and {keys[1]!r} of row {row}: "
-                f"the input of {run.url} changed its order between attempts. Extract into another output, or export"
-            )
-    return found
+    rows = run.index.rows
+    rows = rows[: np.count_nonzero(rows >= 0)]  # samples without a row are behind the others
+    if (twice := np.flatnonzero(rows[1:] == rows[:-1])).size:
+        first = int(twice[0])
+        keys = [run.at(place).key[:80] for place in (first, first + 1)]
+        raise ConfigError(
+            f"--hsx-run: expected one sample of each input row, got {keys[0]!r} and {keys[1]!r} of row {rows[first]}: "
+            f"the input of {run.url} changed its order between attempts. Extract into another output, or export"
+        )
+    return rows
 
 
 def _delete_if(store: Store, name: str, loaded: _Shown) -> None:
@@ -112,7 +113,7 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         )
         self._wait, self._delete, self._storage_path = wait, delete_generated, storage_path
         self._run: Run | None = None
-        self._rows: dict[int, int] = {}
+        self._rows = np.zeros(0, np.int64)
         self._loaded: dict[str, _Shown] = {}  # name → identity of the loaded object; ``delete`` removes no other
 
     def setup(self) -> None:
@@ -125,7 +126,7 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
                     f"--hsx-layers: expected layers of {run.url}, {list(run.layer_ids)}, got {missing} too. "
                     "Name layers of the run"
                 )
-            self._rows = _by_row(run)
+            self._rows = _rows_of(run)
             self._run = run
 
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
@@ -135,8 +136,8 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
             ConfigError: the sample is a selection of its tokens.
         """
         self.setup()
-        place = self._rows.get(file_idx)
-        if self._run is None or place is None:
+        place = int(np.searchsorted(self._rows, file_idx))
+        if self._run is None or file_idx not in self._rows[place : place + 1]:
             return None
         sample = self._run.at(place)
         require_whole(sample.key, sample.meta)
@@ -199,7 +200,7 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         return open_within(self._storage_path, named, self._options)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_run": None, "_rows": {}}
+        return {**self.__dict__, "_run": None, "_rows": np.zeros(0, np.int64)}
 
 
 class HsxBackend(HiddenStatesBackend):  # type: ignore[misc]

@@ -24,26 +24,29 @@ class Copies:
     def __init__(self, place_of: PlaceOf, end_of: EndOf) -> None:
         self.added = 0
         self._of = place_of, end_of
-        self._attempts: dict[int, _Attempt] = {}
-        self._whole: set[int] = set()
-        self._disputed: set[int] = set()
+        self._attempts: dict[bytes, _Attempt] = {}
+        self._whole: set[bytes] = set()
+        self._disputed: set[bytes] = set()
 
     def add(self, place: int, attempt: int, identity: Identity, column: int, index: int, start: int) -> None:
         """Add the segment that an attempt proves at ``place``."""
-        found = self._attempts.get(attempt)
+        name = attempt_name(attempt)
+        found = self._attempts.get(name)
         if found is None:
-            found = self._attempts[attempt] = _Attempt(*self._of)
+            found = self._attempts[name] = _Attempt(*self._of)
         found.add(place, identity, column, index, start)
-        (self._whole.add if found.whole else self._whole.discard)(attempt)
+        (self._whole.add if found.whole else self._whole.discard)(name)
         if found.disputed:
-            self._disputed.add(attempt)
+            self._disputed.add(name)
 
     def sample(self) -> list[int]:
         """Where the newest attempt that proves the whole sample stored its segments. Empty if no attempt does."""
         return self._attempts[max(self._whole)].sample() if self._whole else []
 
-    def disputed(self) -> set[int]:
-        """The attempts that stored the key with different tokens, except those older than the attempt of ``sample``."""
+    def disputed(self) -> set[bytes]:
+        """The attempts that stored the key with different tokens, except those older than the attempt of ``sample``.
+
+        Each as its ``attempt_name``."""
         if not self._whole:
             return self._disputed
         used = max(self._whole)
@@ -64,7 +67,7 @@ class _Attempt:
         #: By identity and column; then by state: the place with the lowest part name.
         self._chosen: dict[tuple[Identity, int], dict[bytes, int]] = {}
         #: The same for states whose segments have different ends: all places, by end.
-        self._cuts: dict[tuple[Identity, int], dict[bytes, dict[int, int]]] = {}
+        self._cuts: dict[tuple[Identity, int], dict[bytes, dict[bytes, int]]] = {}
         #: By identity and column: the number of consecutive segments from the first token on, and their end.
         self._ends: dict[tuple[Identity, int], tuple[int, int]] = {}
         #: By identity and column with different cuts: all states to which segments lead from the first token.
@@ -98,15 +101,15 @@ class _Attempt:
         """Add a segment whose state another segment has."""
         chosen = self._chosen[identity, column]
         first, (end, tokens) = chosen[state], self._end_of(place)
-        cuts = self._cuts.get((identity, column), {}).get(state) or {self._end_of(first)[0]: first}
-        known = cuts.get(end)
+        cuts = self._cuts.get((identity, column), {}).get(state) or {_cut(self._end_of(first)[0]): first}
+        known = cuts.get(_cut(end))
         differ = self._end_of(known)[1] != tokens if known is not None else not identity[2]
         if differ and not self._mixed:
             self._mixed = True
             for other, of in self._ends:
                 self._cover(other, of)
         if known is None or self._place_of(place) < self._place_of(known):
-            cuts[end] = place
+            cuts[_cut(end)] = place
         if self._place_of(place) < self._place_of(first):
             chosen[state] = place
         if len(cuts) > 1:
@@ -129,15 +132,15 @@ class _Attempt:
                 index, start = _index_and_start(state)
                 if start == identity[0]:
                     self._ends[identity, column] = index, start
-                todo += [_next(state, end) for end in self._places(identity, column, state)]
+                todo += [_next(state, _end(cut)) for cut in self._places(identity, column, state)]
 
-    def _places(self, identity: Identity, column: int, state: bytes) -> Mapping[int, int]:
-        """The segments of a state, one for each end. Takes constant time: a state may have a million ends."""
+    def _places(self, identity: Identity, column: int, state: bytes) -> Mapping[bytes, int]:
+        """The segments of a state, by ``_cut``. Takes constant time: a state may have a million ends."""
         cuts = self._cuts.get((identity, column), {}).get(state)
         if cuts is not None:
             return cuts
         chosen = self._chosen[identity, column].get(state)
-        return {} if chosen is None else {self._end_of(chosen)[0]: chosen}
+        return {} if chosen is None else {_cut(self._end_of(chosen)[0]): chosen}
 
     def _cover(self, identity: Identity, column: int) -> None:
         """Note whether a column covers all tokens, and with it whether the sample is whole."""
@@ -152,7 +155,7 @@ class _Attempt:
             return self._ends[identity, column][1] == identity[0]
         # The whole sample's hash may be unknown (empty), so segments with different tokens can have equal identities.
         # In a mixed attempt only a single segment that covers the column counts.
-        return identity[0] in self._places(identity, column, _FIRST)
+        return _cut(identity[0]) in self._places(identity, column, _FIRST)
 
     def sample(self) -> list[int]:
         """The places of a whole sample's segments, column by column. Of several samples, the one with the lowest name
@@ -166,7 +169,7 @@ class _Attempt:
         def segments(state: bytes) -> Iterator[int]:
             places = self._places(identity, column, state)
             if self._mixed:
-                places = {end: place for end, place in places.items() if end == identity[0]}
+                places = {cut: place for cut, place in places.items() if cut == _cut(identity[0])}
             return iter(sorted(places.values(), key=self._place_of))
 
         chain, todo, seen = list[int](), [(_FIRST, segments(_FIRST))], {_FIRST}
@@ -187,8 +190,25 @@ class _Attempt:
         raise AssertionError("expected a chain of segments of a whole sample, got none")
 
 
+# Keys of dictionaries are bytes: Python's hash of integers has no seed, so a receipt could make all of them collide.
+
+
+def attempt_name(attempt: int) -> bytes:
+    """The key of an attempt. Keys are ordered as the attempts are. ``int.from_bytes`` returns the attempt."""
+    return attempt.to_bytes(8)
+
+
+def _cut(end: int) -> bytes:
+    """The key of a segment's last token."""
+    return end.to_bytes(8)
+
+
+def _end(cut: bytes) -> int:
+    return int.from_bytes(cut)
+
+
 def _state(index: int, start: int) -> bytes:
-    """The state of a segment. Bytes, because Python's hash of integers has no seed: a receipt could make all equal."""
+    """The state of a segment."""
     return (index << _START_BITS | start).to_bytes(11, "little")
 
 

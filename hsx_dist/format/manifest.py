@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hsx_dist.format.copies import Copies
+from hsx_dist.format.copies import Copies, attempt_name
 from hsx_dist.format.key_index import KeyIndex
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
@@ -53,7 +53,9 @@ class Manifest:
         self._refused: dict[str, RowFate] = {}
         self._failed: dict[str, RowFate] = {}
         self._conflicts: set[str] = set()
-        self._disputed: dict[str, set[int]] = {}  # key → attempts that stored it with different tokens
+        self._disputed: dict[
+            str, set[bytes]
+        ] = {}  # key → ``attempt_name`` of those that stored it with different tokens
         self._void: set[str] = set()  # parts that prove nothing any more
         self._dirty: dict[str, None] = {}  # keys whose proofs or fate changed since ``_settle`` last handled them
         self._copies: dict[str, Copies] = {}  # keys that were looked up one by one, and may get more segments
@@ -314,13 +316,14 @@ class Manifest:
 
     def _disputes(self, key: str) -> list[str]:
         """One sentence for each attempt that stored ``key`` with different tokens."""
-        parts: dict[int, set[str]] = {attempt: set() for attempt in self._disputed[key]}
+        parts: dict[bytes, set[str]] = {attempt: set() for attempt in sorted(self._disputed[key])}
         for place in self._many[key]:
-            attempt, part = self._receipt(place).attempt, self._part(place)
+            attempt, part = attempt_name(self._receipt(place).attempt), self._part(place)
             if attempt in parts and part not in self._void:
                 parts[attempt].add(part)
+        what = f"sample {key[:_SHOWN]!r}"
         return [
-            f"sample {key[:_SHOWN]!r}: attempt {attempt} stored it with different tokens ({_some(names)})"
+            f"{what}: attempt {int.from_bytes(attempt)} stored it with different tokens ({_some(names)})"
             for attempt, names in parts.items()
         ]
 

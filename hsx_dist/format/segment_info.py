@@ -219,9 +219,9 @@ def segment_info(d: dict[str, Any], codec: Codec, schema: str) -> SegmentInfo:
     if dtype not in CARRIER:
         raise FormatError(f"dtype: expected one of {', '.join(CARRIER)}, got {dtype[:40]!r}")
     layer_ids = _ints(typed_member(d, "layer_ids", list), 0, MAX_HIDDEN_SIZE, "layer_ids")
-    if not layer_ids or len(set(layer_ids)) != len(layer_ids):
-        raise FormatError(f"layer_ids: expected one or more different ids, got {list(layer_ids[:20])}")
     bounded_int("layers", len(layer_ids), 1, MAX_LAYERS)
+    if len(set(layer_ids)) != len(layer_ids):
+        raise FormatError(f"layer_ids: expected different ids, got {list(layer_ids[:20])}")
     hidden_size = _int(d, "hidden_size", 1, MAX_HIDDEN_SIZE)
     chunk_tokens = _int(d, "chunk_tokens", 1, MAX_TOKENS)
     info = SegmentInfo(segment, layer_ids, dtype, hidden_size, chunk_tokens, len(layer_ids))
