@@ -38,7 +38,7 @@ _THREADS = 4
 #: markers may use three quarters of the limit, since a client can cheaply send requests that fail.
 _MOST_BYTES = 64 << 20
 #: Characters of a key that a marker shows. The object name of a longer key contains the key's digest.
-_KEY_SHOWN = 128
+KEY_SHOWN = 128
 #: Estimated bytes of a waiting name, without its markers.
 _NAME_BYTES = 1 << 10
 #: Seconds between two retry rounds of markers that the store refused. The first retry is in the next round. Later
@@ -204,7 +204,7 @@ class Markers:
             self._marked.pop(object_name(name), None)
 
     def _body(self, key: str, reason: str, **more: bool) -> bytes:
-        body: dict[str, Any] = {"key": key[:_KEY_SHOWN], "error": bounded(reason), **more}
+        body: dict[str, Any] = {"key": key[:KEY_SHOWN], "error": bounded(reason), **more}
         if self._ttl is not None:
             body["expires"] = round(time.time() + self._ttl)
         return json.dumps(body).encode()
@@ -402,7 +402,7 @@ class Markers:
 
 def _failed(key: str, name: str, requests: Iterable[str]) -> dict[str, str]:
     # Objects at a path are replaced, so an object of another request is no conflict there.
-    return dict.fromkeys(islice(requests, ENOUGH_FAILED), key[:_KEY_SHOWN]) if is_of_a_key(name) else {}
+    return dict.fromkeys(islice(requests, ENOUGH_FAILED), key[:KEY_SHOWN]) if is_of_a_key(name) else {}
 
 
 def _hiding(marker: bytes) -> bytes:
@@ -414,4 +414,4 @@ def _hiding(marker: bytes) -> bytes:
 
 def used_before(key: str) -> str:
     """Return the reason that refuses a key which another sample has used."""
-    return f"the key {key!r} was used before for another sample. Ask again with another key"
+    return f"the key {key[:KEY_SHOWN]!r} was used before for another sample. Ask again with another key"

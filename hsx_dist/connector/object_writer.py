@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from hsx_dist.connector.connector_config import ConnectorConfig
-from hsx_dist.connector.failure_markers import ENOUGH_FAILED, Markers, used_before
+from hsx_dist.connector.failure_markers import ENOUGH_FAILED, KEY_SHOWN, Markers, used_before
 from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.connector.outlet import Outlet
 from hsx_dist.connector.step import Expect, Skip
@@ -175,7 +175,8 @@ class StoreOutlet(Outlet):
     def skip(self, skip: Skip) -> None:
         super().skip(skip)
         if not skip.quiet:
-            log.warning("hidden states of %s are not stored: %s", skip.key, skip.reason, extra={"key": skip.key})
+            key = skip.key[:KEY_SHOWN]
+            log.warning("hidden states of %s are not stored: %s", key, skip.reason, extra={"key": skip.key})
         reason = None if skip.quiet else skip.reason
         with self._state:
             expected = skip.request_id in self._requests

@@ -37,9 +37,11 @@ def count_rows(place: Place, rows: Rows, manifest: Manifest, *, retry_poison: bo
             stored = True
             _require_content(place, row, content, first.get(row.key))
         if isinstance(row, RowFate) and (default := _default_key(row.key)) and manifest.content_of(default):
-            unread[default] = row
+            sample = manifest.samples.get(default)
+            if sample is not None and sample.row in (None, row.row):
+                unread[default] = row
     if unread:
-        # Each sample is of its unreadable row, unless another row has this key as its id.
+        # Each sample is of its unreadable row, unless another row has this key as its id now.
         for row in rows():
             unread.pop(row.key, None)
         for key, fate in unread.items():

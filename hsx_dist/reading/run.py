@@ -15,7 +15,6 @@ from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SampleRecord
 from hsx_dist.format.manifest_reader import ManifestReader
 from hsx_dist.format.place import Place, open_place
 from hsx_dist.format.runs import load_manifest
-from hsx_dist.lazy import cached_property
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.arguments import whole
@@ -92,6 +91,7 @@ class Run:
         self.info: dict[str, Any] = self._place.info
         self._reader = ManifestReader()
         self._index: Index | None = None
+        self._manifest: Manifest | None = None
         self._renew_locks()
         self.refresh()
 
@@ -109,8 +109,7 @@ class Run:
             if take is not None:
                 with self._lock:
                     take()
-                    self._index = None
-                    self.__dict__.pop("manifest", None)
+                    self._index = self._manifest = None
 
     @property
     def index(self) -> Index:
@@ -129,17 +128,23 @@ class Run:
         self.refresh()  # in a forked process that could not use its parent's manifest
         return self.index
 
-    @cached_property
+    @property
     def manifest(self) -> Manifest:
         """All receipts, as of the last refresh. Read again on first access if the memory was freed since.
 
         Raises:
             RunError: the run was removed after it was opened.
         """
+        if self._manifest is not None:
+            return self._manifest
         with self.place.reading():
             with self._lock:
                 held = self._reader.lend()
-            return load_manifest(self.store) if held is None else held
+            found = load_manifest(self.store) if held is None else held
+        with self._lock:
+            if self._reader.manifest is held:  # no other thread has refreshed the run
+                self._manifest = found
+        return found
 
     @property
     def id(self) -> str:
@@ -360,8 +365,8 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         index = self.index  # other processes need no manifest
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("_parts", "manifest", "_lock", "_refreshing")}
-        kept.update(_index=index, _reader=ManifestReader())
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_parts", "_lock", "_refreshing")}
+        kept.update(_index=index, _manifest=None, _reader=ManifestReader())
         if self._reopen is not None:
             kept["_mine"] = kept["_wrapped"] = None
             kept["_place"] = replace(self._place, root=None, store=None)  # type: ignore[arg-type]  # opened again

@@ -114,6 +114,7 @@ def test_a_stored_row_that_is_unreadable_now(label: str, key: str) -> None:
 def test_an_unreadable_row_does_not_claim_the_sample_of_another_row_whose_id_is_a_number(bad: Any) -> None:
     prompts = [{"id": 1, "text": "a"}, {"id": 2, "text": "b"}, bad, {"id": 3, "text": "c"}]
     check(prompts, (prompts, ["1", "2"]))
+    check(prompts, (prompts, ["1", "2", "3"]), limit=3)
     with pytest.raises(RunMismatch, match=r"got row 2 .* which is refused now"):
         check([prompts[0], bad, bad], (prompts, ["1", "2"]))
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.manifest import RowFate
+from hsx_dist.format.place import Place
 from hsx_dist.observe.report import states
 from hsx_dist.observe.report.facts import REASONS_SHOWN, gather_facts
 from hsx_dist.observe.report.states import gather_states
@@ -58,3 +61,21 @@ def test_a_manifest_that_a_caller_has_does_not_change() -> None:
     later.put([whole(random_sample("c", 2))])
     run.refresh()
     assert (sorted(before.samples), sorted(run.manifest.samples), len(run)) == (["a", "b"], ["a", "b", "c"], 3)
+
+
+def test_a_refresh_in_another_thread_replaces_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = store_run(MemoryStore(), [random_sample("a", 2)])
+    later = RunWriter(writer.place.root)
+    run, reading = Run(writer.place.root), Place.reading
+
+    @contextmanager
+    def slow(place: Place) -> Iterator[None]:
+        with reading(place):
+            yield
+            monkeypatch.setattr(Place, "reading", reading)
+            later.put([whole(random_sample("b", 2))])
+            run.refresh()  # as another thread does, before the property returns
+
+    monkeypatch.setattr(Place, "reading", slow)
+    run.manifest  # noqa: B018
+    assert sorted(run.manifest.samples) == ["a", "b"]
