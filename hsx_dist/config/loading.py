@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from hsx_dist.config.models import ExtractConfig
 from hsx_dist.config.problems import config_error
-from hsx_dist.config.secrets import is_env_reference, secret_paths
+from hsx_dist.config.redaction import redact_text
+from hsx_dist.config.secrets import hide_secrets, is_env_reference, secret_paths
 from hsx_dist.config.urls import public_url
 from hsx_dist.errors import ConfigError
 
@@ -132,7 +133,7 @@ class _StrictLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
-                shown = key if isinstance(key, str) and _NAME.fullmatch(key) else "…"
+                shown = hide_secrets(key) if isinstance(key, str) and _NAME.fullmatch(key) else "…"
                 raise yaml.constructor.ConstructorError(
                     problem=f"the key {shown} is given twice", problem_mark=key_node.start_mark
                 )
@@ -154,6 +155,7 @@ def _parse(text: str, where: str) -> Any:
 def _override(settings: dict[str, Any], override: str, within: tuple[str, ...] = ()) -> None:
     """Set ``override``, as ``key.sub=value``, in ``settings``. ``within``: names of the enclosing settings."""
     name, equals, text = override.partition("=")
+    refuse_on_command_line(name, (*within, "…"))  # errors show the name
     path = tuple(name.strip().split("."))
     if not equals or not _NAME.fullmatch(name.strip()):
         # Only a name is shown: another text may be a credential.
@@ -194,13 +196,16 @@ def _with_env(value: Any, path: tuple[str, ...], found: set[str]) -> Any:
         name = m.group(1).strip()
         if name not in os.environ:
             raise ConfigError(
-                f"{'.'.join(path)}: expected the environment variable {name!r} to be set, got nothing. Export it "
-                "where the driver runs, or remove the reference"
+                redact_text(
+                    f"{'.'.join(path)}: expected the environment variable {name!r} to be set, got nothing. Export it "
+                    "where the driver runs, or remove the reference"
+                )
             )
         found.add(os.environ[name])
         return os.environ[name]
 
     out = _ENV.sub(replace, value)
     if "${env:" in _ENV.sub("", value):
-        raise ConfigError(f"{'.'.join(path)}: expected ${{env:NAME}}, got one without its closing brace. Close it")
+        shown = redact_text(".".join(path))
+        raise ConfigError(f"{shown}: expected ${{env:NAME}}, got one without its closing brace. Close it")
     return out

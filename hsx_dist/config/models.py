@@ -21,7 +21,7 @@ from hsx_dist.config.checks import (
 )
 from hsx_dist.config.engine_arguments import engine_meaning
 from hsx_dist.config.secret_names import HIDDEN
-from hsx_dist.config.secrets import compared_form, hide_options, hide_secrets
+from hsx_dist.config.secrets import compared_form, hide_options, hide_secrets, with_shown_names
 from hsx_dist.config.urls import check_no_credentials, check_place_of_credentials, public_url
 
 _MIB = 1 << 20
@@ -404,7 +404,7 @@ def _public_value(name: str, value: Any) -> Any:
     if name == "storage_options":
         return hide_options(value)
     if name == "env":
-        return dict.fromkeys(value, HIDDEN)
+        return with_shown_names((variable, HIDDEN) for variable in value)
     if isinstance(value, int) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, datetime):

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hsx_dist.config.checks import nearest
+from hsx_dist.config.redaction import redact_text
 from hsx_dist.config.secret_names import looks_secret
 from hsx_dist.config.urls import has_credentials
 from hsx_dist.errors import ConfigError
@@ -27,7 +28,7 @@ def config_error(error: ValidationError, model: type[BaseModel], *, hidden: Coll
     ``hidden``: values of ``${env:NAME}``, which no message may contain.
     """
     lines = [line for problem in error.errors() for line in _lines(problem, model, hidden)]
-    return ConfigError("\n".join(dict.fromkeys(lines)))
+    return ConfigError("\n".join(dict.fromkeys(map(redact_text, lines))))
 
 
 def _lines(problem: Any, model: type[BaseModel], hidden: Collection[str]) -> Iterator[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hsx_dist.config.secret_names import HIDDEN, looks_secret
@@ -59,14 +60,20 @@ def is_env_reference(value: object) -> bool:
 
 
 def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the paths, at and below ``path``, that seem to hold a literal credential."""
+    """Yield the paths, at and below ``path``, that seem to hold a literal credential.
+
+    A name that holds one is ``…`` in its path.
+    """
     yield from _secret_paths(value, path, within=any(map(looks_secret, path)))
 
 
 def _secret_paths(value: object, path: tuple[str, ...], *, within: bool) -> Iterator[tuple[str, ...]]:
     if isinstance(value, Mapping):
         for name, item, secret in _members(value, within):
-            yield from _secret_paths(item, (*path, name), within=secret)
+            if _holds_literal(name):
+                yield (*path, "…")
+            else:
+                yield from _secret_paths(item, (*path, name), within=secret)
         return
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         for item in value:
@@ -99,16 +106,16 @@ def _without_references(text: str) -> str:
 
 
 def hide_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return storage options for messages: all names, and only values that are known to be harmless."""
-    shown: dict[str, Any] = {}
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            shown[name] = hide_options(value)
-        elif str(name) not in _HARMLESS_OPTIONS or looks_secret(str(name)) or _odd_endpoint(str(name), value):
-            shown[name] = HIDDEN
-        else:
-            shown[name] = hide_secrets(value)
-    return shown
+    """Return storage options for messages: names without credentials, and only values that are known to be harmless."""
+    return with_shown_names((str(name), _shown_option(str(name), value)) for name, value in options.items())
+
+
+def _shown_option(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return hide_options(value)
+    if name not in _HARMLESS_OPTIONS or looks_secret(name) or _odd_endpoint(name, value):
+        return HIDDEN
+    return hide_secrets(value)
 
 
 def _odd_endpoint(name: str, value: object) -> bool:
@@ -133,12 +140,12 @@ def compared_form(value: Any, *, within: bool = False) -> Any:
 
 
 def hide_secrets(value: Any, *, within: bool = False) -> Any:
-    """Return a copy of nested settings in which values that look like credentials are hidden.
+    """Return a copy of nested settings in which names and values that look like credentials are hidden.
 
     ``within``: the setting, or an enclosing one, has the name of a secret. All texts and numbers in it are hidden.
     """
     if isinstance(value, Mapping):
-        return {public_url(k): hide_secrets(v, within=secret) for k, v, secret in _members(value, within)}
+        return with_shown_names((k, hide_secrets(v, within=secret)) for k, v, secret in _members(value, within))
     if isinstance(value, (list, tuple)):
         return [hide_secrets(v, within=within) for v in value]
     if within and isinstance(value, (str, int, float)) and not isinstance(value, bool):
@@ -147,6 +154,19 @@ def hide_secrets(value: Any, *, within: bool = False) -> Any:
         shown = public_url(value)  # without characters that may split a credential
         return HIDDEN if any(map(_SECRET_TEXT.search, (value, shown))) else shown
     return value
+
+
+def with_shown_names(members: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a mapping of ``members`` without credentials in its names. No member is lost: equal names get numbers."""
+    shown: dict[str, Any] = {}
+    times: Counter[str] = Counter()  # a number is tried once, so that many equal names take linear time
+    for name, value in members:
+        free = public = hide_secrets(name)
+        while free in shown:
+            times[public] += 1
+            free = f"{public} {times[public] + 1}"
+        shown[free] = value
+    return shown
 
 
 def _members(value: Mapping[Any, Any], within: bool) -> Iterator[tuple[str, Any, bool]]:

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from hsx_dist.config.loading import with_environment
 from hsx_dist.config.models import MAX_SECONDS
-from hsx_dist.config.secrets import secret_paths
+from hsx_dist.config.redaction import redact_text
+from hsx_dist.config.secrets import hide_secrets, secret_paths
 from hsx_dist.config.urls import check_no_credentials
 from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
@@ -166,7 +167,7 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
         if name != "hsx" and name not in VLLM_KEYS:
             log.warning(
                 "kv_connector_extra_config[%r] is unknown and ignored. Settings of this connector belong under 'hsx'",
-                name,
+                hide_secrets(name),
             )
     for old, values in RENAMED.items():
         if old in table:
@@ -181,7 +182,7 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
         lines = [
             f"{'.'.join(map(str, d['loc']))}: {d['msg']}" for d in e.errors(include_input=False, include_url=False)
         ]
-        raise ConfigError("kv_connector_extra_config: " + "; ".join(lines)) from None
+        raise ConfigError(redact_text("kv_connector_extra_config: " + "; ".join(lines))) from None
     check_no_credentials(settings.output)  # answers to clients name it
     if (settings.transport == "attach" and settings.bare) or (settings.transport == "spawn" and not settings.bare):
         raise ConfigError(

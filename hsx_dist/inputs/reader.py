@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import hsx_dist
 from hsx_dist.config import InputConfig, public_url
+from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.inputs import reader_child
 from hsx_dist.inputs.reader_child import memory_limit
@@ -80,8 +81,9 @@ def _pickled(config: InputConfig, request: Any) -> bytes:
         try:
             pickle.dumps(value)
         except Exception:  # noqa: BLE001 (each type has its own; its text may hold the value)
+            shown = hide_secrets(name)
             raise ConfigError(
-                f"input.storage_options.{name}: expected a value that can be pickled for another process, got "
+                f"input.storage_options.{shown}: expected a value that can be pickled for another process, got "
                 f"{type(value).__name__}. Use texts, numbers, lists and mappings"
             ) from None
     return pickle.dumps(request)

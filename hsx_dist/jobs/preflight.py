@@ -15,6 +15,7 @@ from typing import Any
 import hsx_dist
 from hsx_dist.config import ExtractConfig, public_url
 from hsx_dist.config.engine_arguments import engine_meaning
+from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.connector.versions import OLDEST as VLLM_OLDEST
 from hsx_dist.connector.versions import TESTED as VLLM_TESTED
 from hsx_dist.errors import ConfigError, StoreError, install_extra
@@ -127,7 +128,7 @@ def check_engine_arguments(config: ExtractConfig) -> None:
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, 1)
         raise ConfigError(
-            f"engine_kwargs: expected arguments of vLLM's EngineArgs, got {unknown[0]!r}. "
+            f"engine_kwargs: expected arguments of vLLM's EngineArgs, got {hide_secrets(unknown[0])!r}. "
             + (f"Did you mean {near[0]}?" if near else "Correct or remove it")
         )
 

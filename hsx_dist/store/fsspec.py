@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
+from hsx_dist.config.redaction import redact_text
 from hsx_dist.config.urls import PROFILES_ENDPOINT, check_endpoint, public_url
 from hsx_dist.errors import AlreadyExists, ConfigError, HsxError, NotFound, StoreError, Unavailable, install_extra
 from hsx_dist.store.base import (
@@ -236,7 +237,7 @@ class FsspecStore:
             fs = cls(**{**without_decoding(self._full_url, self._options), **self._defaults()})
             root = str(cls._strip_protocol(self._full_url)).rstrip("/")
         except TypeError as e:
-            why = self._redact(str(e))
+            why = redact_text(self._redact(str(e)))
             raise ConfigError(f"{self._url}: {cls.__name__} refuses storage_options: {why}. Correct them") from e
         except Exception as e:  # noqa: BLE001 - every library has its own
             raise translate(e, f"open {self._url}", self._bucket, self._redact) from self._shown(e)

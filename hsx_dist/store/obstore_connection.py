@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.errors import ConfigError
 
 #: Options that do not concern whole objects: fsspec's file reads, caches and names.
@@ -64,7 +65,7 @@ def only(options: Mapping[str, Any], known: frozenset[str], where: str) -> None:
     """Raise ``NotTranslated`` unless all set ``options`` are ``known`` or do not concern whole objects."""
     for name, value in options.items():
         if name not in known and name not in _FILES_ONLY and value is not None:
-            raise NotTranslated(f"{where}.{name} has no counterpart in obstore")
+            raise NotTranslated(f"{where}.{hide_secrets(name)} has no counterpart in obstore")
 
 
 def mapping(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -4,11 +4,14 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from hsx_dist.config import ExtractConfig, load_config, looks_secret, parse_storage_options, public_url
+from hsx_dist.config import ExtractConfig, InputConfig, load_config, looks_secret, parse_storage_options, public_url
 from hsx_dist.config.secrets import compared_form, hide_options, hide_secrets, secret_paths
 from hsx_dist.config.urls import (
     check_endpoint,
@@ -20,6 +23,8 @@ from hsx_dist.config.urls import (
 )
 from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.errors import ConfigError
+from hsx_dist.inputs.reader import read_in_child
+from hsx_dist.jobs import preflight
 from hsx_dist.reading import open_run
 from hsx_dist.store import open_store
 from hsx_dist.store.within import open_within
@@ -635,6 +640,122 @@ def test_the_compared_form_of_a_compared_form_is_the_same() -> None:
 def test_names_of_settings_show_no_credentials() -> None:
     hidden = {"additional_config": {f"https://user:{SECRET}@host/x": 1}}
     assert SECRET not in json.dumps([hide_secrets(hidden), compared_form(hidden)])
+
+
+#: Names of settings that hold a credential, such as ``{"Authorization: Bearer TOKEN"}`` with a quote too many.
+TOKEN = f"hf_{'abc' * 8}"
+NAMES = [
+    f"Authorization: Bearer {SECRET}",
+    f"https://me:{SECRET}@h/x",
+    f"s3://AK:{SECRET}@b/x",
+    f"https://h/x?sig={SECRET}",
+    TOKEN,
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_credential_in_a_name_is_no_override(name: str) -> None:
+    value = json.dumps({"headers": [{name: None}]})
+    overrides = [f"{setting}={value}" for setting in ("engine_kwargs.x", "input.storage_options", "replica")]
+    calls: list[Callable[[], Any]] = [partial(load_config, None, [override], model="m") for override in overrides]
+    calls.append(lambda: parse_storage_options([f"client_kwargs={value}"]))
+    calls.append(lambda: read_connector_config({"hsx": {"storage_options": {"client_kwargs": {name: 1}}}}))
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"…: expected no credential") as e:
+            call()
+        assert SECRET not in str(e.value)
+        assert TOKEN not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "override", [f"engine_kwargs.{TOKEN}=1", f"{TOKEN}=[", f"a.{TOKEN}.b=1", f"Authorization: Basic {SECRET}=x"]
+)
+def test_a_credential_in_the_name_of_an_override_is_refused(override: str) -> None:
+    for call in (partial(load_config, None, [override]), partial(parse_storage_options, [override])):
+        with pytest.raises(ConfigError, match=r"…: expected no credential on a command line") as e:
+            call()
+        assert SECRET not in str(e.value)
+        assert TOKEN not in str(e.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_credential_in_a_name_of_the_settings_is_not_shown(name: str) -> None:
+    nested = {"client_kwargs": {name: 1, name + "2": {name: 2}}}
+    config = load_config(
+        None,
+        model="m",
+        output="o",
+        input={"storage_options": nested},
+        store={"storage_options": nested},
+        replica={"env": {name: "x"}, "resources": {name: 1}},
+        engine_kwargs={"additional_config": nested, name: 1},
+    )
+    assert config.store.storage_options == nested
+    for shown in (json.dumps([config.public(), config.meaning()]), repr(config)):
+        assert SECRET not in shown
+        assert TOKEN not in shown
+    assert len(config.public()["store"]["storage_options"]["client_kwargs"]) == 2
+
+
+def test_members_with_equal_hidden_names_are_all_shown_and_compared() -> None:
+    settings = {f"{TOKEN}{i}": i for i in range(3)} | {"(not shown) 2": 3}
+    hidden = {"(not shown)": 0, "(not shown) 2": 1, "(not shown) 3": 2, "(not shown) 2 2": 3}
+    assert hide_secrets(settings) == hidden
+    assert hide_secrets(hidden) == hidden
+    assert hide_options({"client_kwargs": settings}) == {"client_kwargs": dict.fromkeys(hidden, "(not shown)")}
+    assert sorted(compared_form(settings).values()) == [0, 1, 2, 3]
+
+
+def test_many_equal_hidden_names_take_linear_time() -> None:
+    def make(length: int) -> Callable[[], None]:
+        settings = dict.fromkeys(f"{TOKEN}{i}" for i in range(length // 32))
+        return lambda: hide_secrets(settings)
+
+    check_linear(make, 1 << 13)
+
+
+class NoOptions(MemoryFileSystem):
+    """A file system that takes no options. Python's error names the option that was given."""
+
+    protocol = "hsxnone"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_show_no_credential_in_a_name(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.register_implementation("hsxnone", NoOptions, clobber=True)
+    monkeypatch.setattr(preflight, "engine_argument_names", lambda: {"dtype"})
+    twice = tmp_path / "twice.yaml"
+    twice.write_text(f"{json.dumps(name)}: 1\n" * 2)
+    config = load_config(None, model="m", output="o", engine_kwargs={name: 1})
+    calls: list[Callable[[], Any]] = [
+        lambda: load_config(str(twice)),
+        lambda: load_config(None, model="m", output="o", **{name: 1}),
+        lambda: load_config(None, model="m", output="o", capture={name: 1}, source="taps"),
+        lambda: load_config(None, model="m", output="o", replica={"env": {name: 1}}),
+        lambda: load_config(None, model="m", output="o", engine_kwargs={name: "${env:HSX_ABSENT}"}),
+        lambda: load_config(None, model="m", output="o", engine_kwargs={name: "${env:HSX"}),
+        lambda: load_config(None, model="m", output="o", engine_kwargs={"x": f"${{env:{name}}}"}),
+        lambda: preflight.check_engine_arguments(config),
+        lambda: read_connector_config({"hsx": {name: 1}}),
+        lambda: read_connector_config({name: 1, "hsx": 1}),
+        lambda: open_store("s3://bucket/x", {name: 1}, backend="obstore"),
+        lambda: open_store("hsxnone://host/x", {name: 1}, backend="fsspec"),
+        lambda: list(read_in_child(InputConfig(path="x", storage_options={name: lambda: 0}), [], [], [])),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError) as e:
+            call()
+        assert SECRET not in str(e.value)
+        assert TOKEN not in str(e.value)
+    read_connector_config({name: 1})
+    assert "is unknown and ignored" in caplog.text
+    assert SECRET not in caplog.text
+    assert TOKEN not in caplog.text
 
 
 @pytest.mark.parametrize(
