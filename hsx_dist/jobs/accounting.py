@@ -64,11 +64,12 @@ def accounted(row: Row | RowFate, manifest: Manifest, *, retry_poison: bool = Fa
     return fate.fate == "refused" or (fate.fate == "poison" and not retry_poison)
 
 
-def remaining(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> Iterator[Row | RowFate]:
-    """Rows that are still to be computed. Before a row that was refused earlier and is readable now, the withdrawal of
-    its earlier outcome is yielded."""
+def remaining(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> Iterator[Row | RowFate | None]:
+    """Rows that are still to be computed, and ``None`` for each other row, so that the caller can stop in between.
+    Before a row that was refused earlier and is readable now, the withdrawal of its earlier outcome is yielded."""
     for row in rows():
         if accounted(row, manifest, retry_poison=retry_poison):
+            yield None
             continue
         if isinstance(row, Row) and row.number_key in manifest.refused:
             yield RowFate(row.number_key, row.row, "withdrawn", "the row was corrected", 0)
@@ -88,6 +89,8 @@ def logging_missing_rows(rows: Rows, manifest: Manifest, console: Console) -> It
         missing = 0
         with suppress(RunMismatch):  # other rows than before: ``e`` is this error, or the next start finds it
             for row in remaining(rows, manifest):
+                if row is None:
+                    continue
                 missing += 1
                 if len(first) < 5:
                     first.append(row.key)

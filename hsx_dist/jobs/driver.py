@@ -42,6 +42,8 @@ TASKS_A_REPLICA = 2
 TRIES_TOGETHER = MAX_FAILURES - 1
 #: Seconds without a ready engine between two messages about it.
 WAITING_S = 120.0
+#: Seconds of reading, after which the driver looks at the fleet's events. Most rows may be refused or done.
+READING_S = 0.2
 
 
 class Driver:
@@ -90,6 +92,9 @@ class Driver:
         self._shipped: dict[str, tuple[Row, int]] = {}  # key → row, tries: writers have it, no receipt yet
         self._excused = False  # whether a node or a connection may have lost rows without a receipt
         self._under_way = UnderWay()
+        self._batch: list[Row] = []  # rows of the next task, until it has enough
+        self._batch_bytes = 0
+        self._reading = False  # whether reading goes on after the fleet's events
         self._numbers = 0
         self._exhausted = False
         self._paused = ""
@@ -123,8 +128,8 @@ class Driver:
         """Ready replicas and rows under way, for display."""
         return {"replicas": len(self._ready), "under_way": len(self._under_way)}
 
-    def run(self, rows: Iterator[Row | RowFate]) -> None:
-        """Run all rows.
+    def run(self, rows: Iterator[Row | RowFate | None]) -> None:
+        """Run all rows. ``None`` among them: a row that needs nothing.
 
         Raises:
             EngineError: no replica is left and none can be started.
@@ -156,7 +161,7 @@ class Driver:
                 if self._is_complete():
                     break
                 continue
-            self._handle_all(self._fleet.poll(0.5))
+            self._handle_all(self._fleet.poll(0.0 if self._reading else 0.5))
             self._ledger.flush_old()
             self._report_waiting()
             self._progress.show(running=sum(len(t.rows) for ts in self._ready.values() for t in ts))
@@ -164,12 +169,14 @@ class Driver:
 
     # -- handing out ---------------------------------------------------------------------------------------------
 
-    def _hand_out(self, rows: Iterator[Row | RowFate]) -> Verdict:
+    def _hand_out(self, rows: Iterator[Row | RowFate | None]) -> Verdict:
         """Submit tasks to replicas with capacity, within the limits."""
+        until = time.monotonic() + READING_S
         while True:
             verdict = self._verdict()
             replica = self._free_replica()
-            task = None if replica is None or self._stop.is_set() else self._next_task(rows, replica, verdict)
+            self._reading = False
+            task = None if replica is None else self._next_task(rows, replica, verdict, until)
             if replica is None or task is None:
                 return verdict
             self._ready[replica].append(task)
@@ -197,32 +204,43 @@ class Driver:
         ]
         return min(free, key=lambda r: (len(self._ready[r]), r), default=None)
 
-    def _next_task(self, rows: Iterator[Row | RowFate], replica: int, verdict: Verdict) -> Task | None:
+    def _next_task(
+        self, rows: Iterator[Row | RowFate | None], replica: int, verdict: Verdict, until: float
+    ) -> Task | None:
         """The next task for a replica. None if it gets none now."""
+        if self._is_to_end():
+            return None
         if self._alone and not self._ready[replica]:
             return self._alone.popleft()
         if self._again:
             return self._again.popleft()
-        most = self._task_rows if verdict.capacity is None else min(self._task_rows, verdict.capacity)
-        batch: list[Row] = []
-        size = 0
-        while len(batch) < most and size < TASK_BYTES and not self._exhausted:
-            item = next(rows, None)
-            if item is None:
+        room = self._task_rows - len(self._batch)
+        room = room if verdict.capacity is None else min(room, verdict.capacity)
+        while room > 0 and self._batch_bytes < TASK_BYTES and not self._exhausted:
+            try:
+                item = next(rows)
+            except StopIteration:
                 self._exhausted = True
-            elif isinstance(item, RowFate):
+                break
+            if isinstance(item, RowFate):
                 self._give_up(item)
-            else:
-                batch.append(item)
-                size += self._under_way.add(item)
-        return self._task(tuple(batch), 0) if batch else None
+            elif item is not None:
+                self._batch.append(item)
+                self._batch_bytes += self._under_way.add(item)
+                room -= 1
+            # All the other rows may be refused or done, or each may take long to read.
+            if self._is_to_end() or time.monotonic() >= until:
+                self._reading = True
+                return None
+        batch, self._batch, self._batch_bytes = tuple(self._batch), [], 0
+        return self._task(batch, 0) if batch else None
 
     def _task(self, rows: tuple[Row, ...], tries: int, *, alone: bool = False) -> Task:
         self._numbers += 1
         return Task(self._numbers, rows, tries, alone)
 
     def _is_idle(self) -> bool:
-        return not any(self._ready.values()) and not self._again and not self._alone
+        return not any(self._ready.values()) and not self._again and not self._alone and not self._batch
 
     def _is_complete(self) -> bool:
         """Whether all rows are done, or a limit is reached. Sets ``ended``, and overrides a stop signal that had

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -562,3 +563,56 @@ def test_rows_beyond_the_limit_run_one_after_another(ledger, outcome):
     assert len(ledger._manifest.samples) + len(ledger._manifest.refused) == 5
     assert {len(task.rows) for task in fleet.tasks} == {1}
     assert max(without_receipt) == 1
+
+
+def idle_items(n, at, do):
+    """``n`` refused rows, and as many that an earlier attempt stored. ``do`` is called before number ``at``."""
+    for i in range(n):
+        if i == at:
+            do()
+        yield RowFate(f"bad{i}", i, "refused", "why", 0)
+        yield None
+
+
+@pytest.mark.parametrize("how", ["stop", "fence", "deadline"])
+def test_the_end_of_a_run_does_not_wait_for_a_usable_row(ledger, how):
+    clock = [0.0]
+    limits = Limits(seconds=60, clock=lambda: clock[0])
+    progress = Progress(1000, console=Console(file=io.StringIO()))
+    driver = Driver(LossyFleet(), ledger._manifest, ledger, progress, task_rows=4, max_tries=3, limits=limits)
+    ends = {"stop": driver.stop, "fence": lambda: driver.fence("newer"), "deadline": lambda: clock.__setitem__(0, 100)}
+    items = idle_items(1000, 10, ends[how])
+    with pytest.raises(Fenced) if how == "fence" else nullcontext():
+        driver.run(items)
+    assert driver.ended == {"stop": "signal", "fence": "", "deadline": "deadline"}[how]
+    assert next(items, "read to its end") != "read to its end"
+
+
+def test_events_are_handled_between_rows_that_need_nothing(ledger, monkeypatch):
+    monkeypatch.setattr("hsx_dist.jobs.driver.READING_S", 0.0)  # one row at a time
+    fleet = LossyFleet()
+    progress = Progress(1000, console=Console(file=io.StringIO()))
+    driver = Driver(fleet, ledger._manifest, ledger, progress, task_rows=4, max_tries=3)
+    driver.run(idle_items(1000, 10, lambda: fleet.events.append(Draining())))
+    assert driver.ended == "its node drains"
+
+
+@pytest.mark.parametrize("limits", [None, Limits(max_rows=1000)])
+def test_a_pause_in_reading_divides_no_task_and_loses_no_time(ledger, monkeypatch, limits):
+    monkeypatch.setattr("hsx_dist.jobs.driver.READING_S", 0.0)
+    fleet = LossyFleet()
+    waited = []
+    poll = fleet.poll
+
+    def timed(timeout):
+        waited.append(timeout)
+        return poll(timeout)
+
+    fleet.poll = timed
+    good = iter(rows(10))
+    items = [x for _ in range(10) for x in (next(good), *[None] * 100)]
+    driver = run(fleet, items, ledger, limits=limits)
+    assert [len(task.rows) for task in fleet.tasks] == [4, 4, 2]
+    assert len(ledger._manifest.samples) == 10
+    assert driver.ended == ""
+    assert waited.count(0.0) > 10 * waited.count(0.5)

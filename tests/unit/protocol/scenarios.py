@@ -108,7 +108,7 @@ def driving(model: str, keys: Sequence[str] = KEYS, *, refused: Sequence[str] = 
 
         def compute(_heart: Any, attempt: int, ledger: RowLedger, manifest: Manifest, total: int, _: int) -> None:
             writer = Writer(place.store, attempt, f"w{attempt}", model)
-            for row in remaining(rows, manifest):
+            for row in filter(None, remaining(rows, manifest)):
                 assert isinstance(row, Row)
                 if row.key in refused:
                     ledger.add(RowFate(row.key, None, "refused", "it was changed", 1, row.content))
