@@ -22,6 +22,10 @@ from hsx_dist.errors import ConfigError
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 #: Text of the file in PyYAML's messages, which may be a credential. Single characters and token names are none.
 _QUOTED = re.compile(r"""(['"])(?!<[a-z ]+>\1|\\?.\1).*""", re.DOTALL)
+#: Characters of a file or an override. PyYAML takes seconds for this many.
+_MAX_LENGTH = 1 << 20
+#: Characters of a number. Python takes quadratic time for a long one.
+_MAX_NUMBER = 100
 #: Characters that the aliases of one text may stand for.
 _MAX_ALIASED = 100_000
 _ENV = re.compile(r"\$\{env:([^}]*)\}")
@@ -60,7 +64,8 @@ def load_config(path: str | None, overrides: Sequence[str] = (), **direct: Any) 
 def read_yaml(path: str) -> dict[str, Any]:
     """Return the mapping in a local YAML file. Raises ConfigError if there is none."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        with Path(path).expanduser().open(encoding="utf-8") as file:
+            text = file.read(_MAX_LENGTH + 1)
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) and e.strerror else type(e).__name__
         shown = public_url(path)
@@ -101,6 +106,7 @@ class _StrictLoader(yaml.SafeLoader):
     """Loads YAML in which a repeated key is an error: the first value would be lost silently.
 
     So are aliases that stand for too much text: later code visits each of them, and nested ones multiply.
+    So are integers of more than 64 bits. A value such as 12:30 is text, as in YAML 1.2, and no number to base 60.
     """
 
     def __init__(self, text: str):
@@ -140,8 +146,31 @@ class _StrictLoader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
+        text = str(self.construct_scalar(node))
+        if ":" in text:
+            return text
+        if len(text) > _MAX_NUMBER:
+            raise yaml.constructor.ConstructorError(
+                problem=f"a number of more than {_MAX_NUMBER} characters", problem_mark=node.start_mark
+            )
+        if node.tag.endswith(":float"):
+            return self.construct_yaml_float(node)
+        number = self.construct_yaml_int(node)
+        if number.bit_length() > 64:
+            raise yaml.constructor.ConstructorError(
+                problem="an integer of more than 64 bits", problem_mark=node.start_mark
+            )
+        return number
+
+
+for _kind in ("int", "float"):
+    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _StrictLoader.construct_number)
+
 
 def _parse(text: str, where: str) -> Any:
+    if len(text) > _MAX_LENGTH:
+        raise ConfigError(f"{where}: expected at most {_MAX_LENGTH:,} characters of YAML, got more. Shorten it")
     try:
         return yaml.load(text, _StrictLoader)  # noqa: S506 (a SafeLoader)
     except Exception as e:  # noqa: BLE001 - also of the loader's own conversions: ValueError for the date 2024-13-01

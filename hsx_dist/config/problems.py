@@ -75,6 +75,8 @@ def _shown_value(value: object, loc: tuple[str, ...], hidden: Collection[str]) -
         return "nothing"
     if isinstance(value, (dict, list, tuple, set)):
         return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "an integer of more than 64 bits"  # Python converts no long one to text
     if (
         _NEVER_SHOWN.intersection(loc)
         or any(looks_secret(part) for part in loc)

@@ -59,6 +59,33 @@ def test_aliases(tmp_path: Path) -> None:
     assert config.engine_kwargs == {"a": {"seed": 1}, "b": {"seed": 1}, "c": {"d": [1], "e": [1]}}
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1_000", 1000),
+        ("010", 8),
+        ("0x1F", 31),
+        ("-0b11", -3),
+        (str((1 << 64) - 1), (1 << 64) - 1),
+        ("1.5e+3", 1500.0),
+        ("-.inf", float("-inf")),
+        ("1e-5", "1e-5"),  # PyYAML's rule: a number with an exponent has a point and a sign
+        ("12:30", "12:30"),
+        ("1:30.5", "1:30.5"),
+        ("1" + ":1" * 50_000, "1" + ":1" * 50_000),  # as a number to base 60, it took a second
+    ],
+)
+def test_numbers(text: str, value: object) -> None:
+    found = load_config(None, [f"engine_kwargs.x={text}"], **LEAST).engine_kwargs["x"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_a_long_integer_of_a_caller_is_refused() -> None:
+    assert "max_tries: expected" in refusal(max_tries=-(1 << 20_000))
+    assert "got an integer of more than 64 bits" in refusal(model=1 << 20_000)
+
+
 def test_an_override_creates_missing_parent_mappings() -> None:
     config = load_config(None, ["store.storage_options.client_kwargs.endpoint_url=http://h:1"], **LEAST)
     assert config.store.storage_options == {"client_kwargs": {"endpoint_url": "http://h:1"}}
@@ -157,7 +184,11 @@ def test_keyword_arguments_for_other_libraries_are_not_changed() -> None:
         ("model: a\nmodel: b\n", "is given twice"),
         ("\tx", "expected YAML"),
         ("output: 2024-13-45\n", "expected YAML"),
-        (f"task_rows: {'9' * 5000}\n", "expected YAML"),
+        (f"task_rows: {'9' * 5000}\n", "line 1, column 12 expected YAML, got: a number of more than 100 characters"),
+        (f"task_rows: 0x{'f' * 5000}\n", "a number of more than 100 characters"),
+        (f"engine_kwargs: {{a: 1.{'0' * 5000}}}\n", "a number of more than 100 characters"),
+        (f"engine_kwargs: {{{1 << 64}: 1}}\n", "an integer of more than 64 bits"),
+        ("#" * ((1 << 20) + 1), "expected at most 1,048,576 characters of YAML, got more"),
         ("[" * 3000, "expected YAML"),
         ("? {a: b}\n: c\n", "expected YAML"),
         (ALIASES, "line 5, column 55 expected YAML, got: aliases of more than 100,000 characters"),
