@@ -28,7 +28,9 @@ _BUFFER = 1 << 18
 
 COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz|lzma)$", re.IGNORECASE)
 LINES = ("jsonl", "text")
-ARCHIVES = frozenset({".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".sz", ".snappy", ".br", ".lz", ".z"})
+ARCHIVES = frozenset({".zip", ".tar", ".7z", ".rar", ".lz4", ".sz", ".snappy", ".br", ".lz", ".z"}) | {
+    *(".tgz", ".tbz", ".tbz2", ".txz", ".tzst")
+}
 #: fsspec cannot open these in bounded memory: tarfile reads as much as a header claims, and references name any file.
 _UNBOUNDED = ARCHIVE_SCHEMES - {"zip"}
 
@@ -79,7 +81,7 @@ class Input:
 
         def opened() -> IO[bytes]:
             own = DECOMPRESSORS.get(ending) if compressed else None
-            check_file(self._fs, path, ending)
+            check_file(self._fs, path)
             file: Any = self._fs.open(path, "rb", compression="gzip" if compressed and ending == ".gz" else None)
             if own is not None:
                 return io.BufferedReader(DecompressedFile(file, own), _BUFFER)
@@ -170,13 +172,15 @@ def _check_chain(path: str, shown: str) -> None:
         )
 
 
-def check_file(fs: Any, path: str, ending: str = "") -> None:
-    """Raise ConfigError for a file that cannot be read in bounded time and memory.
+def check_file(fs: Any, path: str) -> None:
+    """Raise ConfigError for an archive, and for a file that cannot be read in bounded time and memory.
 
-    A FIFO or a device may never end. zipfile expands what it reads of a bzip2 or LZMA member in one call.
+    The headers of a compressed tar file would be read as lines. A FIFO or a device may never end. zipfile expands what
+    it reads of a bzip2 or LZMA member in one call.
     """
     if isinstance(fs, LocalFileSystem) and Path(path).exists() and not Path(path).is_file():
         raise ConfigError(f"input.path: expected a regular file, got a FIFO, socket or device: {path}. Remove it")
+    ending = posixpath.splitext(COMPRESSED.sub("", public_url(path)))[1].lower()
     if ending in ARCHIVES:
         raise ConfigError(
             f"input.path: expected a file of rows, plain or compressed as .gz, .zst, .xz or .bz2, got {ending}. "

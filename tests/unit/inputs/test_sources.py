@@ -469,3 +469,18 @@ def test_a_zip_files_members_expand_in_bounded_memory(method: int, tmp_path: Pat
             read(chain)
     with pytest.raises(ConfigError, match=r"expected a file of rows, .* got \.zip"):
         read(archive)
+
+
+@pytest.mark.parametrize(
+    "name", ["a.txt.tar.gz", "a.jsonl.tar.bz2", "a.tar.xz", "a.TAR.zst", "a.tar.lzma", "a.txt.txz"]
+)
+def test_a_compressed_archive_is_not_read_as_lines(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / name).write_bytes(b"")
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:
+        file.writestr(name, b"")
+    paths = [folder / name, f"zip://{name}::{tmp_path}/x.zip", folder, f"{folder}/*"]
+    for path, form in [*((path, "text") for path in paths), *((path, "auto") for path in paths[:2])]:
+        with pytest.raises(ConfigError, match=r"expected a file of rows, .* got \.t(ar|xz)\. Extract it"):
+            read(path, format=form)
