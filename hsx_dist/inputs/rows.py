@@ -228,11 +228,9 @@ class _RowCheck:
         if not line.strip():
             return self._refused(row, number, "expected one JSON object, got an empty line. Remove it")
         try:
-            record = row_json(line.rstrip().decode("utf-8-sig" if number == 0 else "utf-8"))
-        except UnicodeDecodeError:
-            return self._refused(row, number, "expected a line in UTF-8, got other bytes. Write it as UTF-8")
+            record = row_json(_decoded(line.rstrip(), number))
         except InputError as e:
-            return self._refused(row, number, f"the line: {e}")
+            return self._refused(row, number, str(e))
         except (ValueError, RecursionError) as e:
             what = f"{e.msg} at column {e.colno}" if isinstance(e, json.JSONDecodeError) else type(e).__name__
             return self._refused(
@@ -242,9 +240,9 @@ class _RowCheck:
 
     def judge_text(self, row: int, number: int, line: bytes) -> Row | RowFate:
         try:
-            text = line.decode("utf-8-sig" if number == 0 else "utf-8").rstrip("\r\n")
-        except UnicodeDecodeError:
-            return self._refused(row, number, "expected a line in UTF-8, got other bytes. Write it as UTF-8")
+            text = _decoded(line, number).rstrip("\r\n")
+        except InputError as e:
+            return self._refused(row, number, str(e))
         return self.judge(row, number, {self.config.text: text})
 
     def judge(self, row: int, number: int, record: Any) -> Row | RowFate:
@@ -353,6 +351,17 @@ def _has_tools(value: Any) -> bool:
     if isinstance(value, str):
         return value.strip() not in ("", "[]", "{}", "null")
     return value is not None and not (isinstance(value, (list, dict)) and not value)
+
+
+def _decoded(line: bytes, number: int) -> str:
+    """Return the text of a line. Raises InputError for a line that is not UTF-8, or has NULs: UTF-16 may be both."""
+    try:
+        text = line.decode("utf-8-sig" if number == 0 else "utf-8")
+    except UnicodeDecodeError:
+        raise InputError("expected a line in UTF-8, got other bytes. Write it as UTF-8") from None
+    if "\0" in text:
+        raise InputError("expected a line in UTF-8, got NULs: it may be UTF-16 or damaged. Write it as UTF-8")
+    return text
 
 
 def _place_stem(label: str) -> str:

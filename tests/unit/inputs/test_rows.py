@@ -130,6 +130,29 @@ def test_a_bad_row_is_refused_and_the_next_one_read(tmp_path: Path, line: Any, r
     assert good == Row("in:00000001", 1, text="good")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("name", ["in.txt", "in.jsonl"])
+def test_lines_in_another_encoding_are_refused(tmp_path: Path, name: str, encoding: str) -> None:
+    path = tmp_path / name
+    path.write_bytes("".join(f'{{"text": "{i}"}}\n' for i in range(3)).encode(encoding))
+    found = read(str(path))
+    assert len(found) >= 3
+    for fate in found:
+        assert isinstance(fate, RowFate)
+        assert "expected a line in UTF-8, got " in fate.reason
+
+
+@pytest.mark.parametrize("name", ["in.txt", "in.jsonl"])
+def test_a_line_with_a_hole_is_refused_and_an_escaped_nul_is_text(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\0" * 4096 + b'{"text": "a"}\n{"text": "b\\u0000"}\n')
+    hole, good = read(str(path))
+    assert isinstance(hole, RowFate)
+    assert hole.reason == "expected a line in UTF-8, got NULs: it may be UTF-16 or damaged. Write it as UTF-8"
+    assert isinstance(good, Row)
+    assert good.text == ("b\0" if name == "in.jsonl" else '{"text": "b\\u0000"}')
+
+
 @pytest.mark.parametrize("nothing", ["", " ", "null", "[]", [], {}, None])
 def test_no_tools_in_any_form(nothing: Any) -> None:
     (row,) = rows_from([{"messages": [{"role": "user", "content": "hi"}], "tools": nothing}], InputConfig())
