@@ -28,7 +28,7 @@ def chat_value(value: Any, name: str) -> Any:
     template would print them.
 
     Raises:
-        InputError: a value has no JSON form, or the field is nested too deeply or has too many values.
+        InputError: a value has no JSON form, such as NaN, or the field is nested too deeply or has too many values.
     """
     return _plain(value, name, lambda item: str(item) if isinstance(item, _AS_TEXT) else item, MAX_VALUES)
 
@@ -109,7 +109,12 @@ def _checked(value: Any, name: str) -> Any:
             raise InputError(
                 f"{name}: expected integers of at most {_MAX_INT_BITS} bits, got {shown(value)}. Store it as text"
             )
-    elif value is not None and not isinstance(value, float):
+    elif isinstance(value, float):
+        if not math.isfinite(value):  # JSON has no such number, so a template would print NaN or Infinity
+            raise InputError(
+                f"{name}: expected finite numbers, got {shown(value)}. Use null, or leave it out of the row"
+            )
+    elif value is not None:
         raise InputError(f"{name}: expected a value that JSON can hold, got {kind_of(value)}. Leave it out of the row")
     if type(value) in _EXACT:
         return value

@@ -155,14 +155,36 @@ def test_what_a_template_and_a_hash_made_of_a_chat_stays() -> None:
     """Stored runs contain these hashes of their first rows."""
     when = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     chat = [{"role": "user", "content": "x", "at": when, "n": 1.5, "none": None, "d": Decimal("1.0")}]
-    tools = [{"name": "f", "strict": None, "args": {"b": [1, None], "a": float("nan")}}]
+    tools = [{"name": "f", "strict": None, "args": {"b": [1, None], "a": 2.5}}]
     (row,) = rows_from([{"messages": chat, "tools": tools}], InputConfig())
     assert isinstance(row, Row)
     assert row.messages == [{"role": "user", "content": "x", "at": str(when), "n": 1.5, "d": "1.0"}]
-    assert (row.content, row.old_content) == ("0b097d0e697018be", "116669508feb54cf")
+    assert (row.content, row.old_content) == ("1557590fbe6557b9", "9948b76c5d9a7f8a")
     (bare,) = rows_from([{"messages": CHAT}], InputConfig())
     assert isinstance(bare, Row)
     assert (bare.content, bare.old_content) == ("6ba306c1640ca2d9", "10ac6e275c1f795f")
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_lacks_refuse_a_chat(tmp_path: Path, number: str) -> None:
+    arguments = f'{{"x": [{number}]}}'
+    call = '{"role": "assistant", "tool_calls": [{"name": "f", "arguments": %s}]}'
+    user = '{"role": "user", "content": "hi"}'
+    tools = f'[{{"name": "f", "parameters": {arguments}}}]'
+    members = [
+        f'"messages": [{user}, {call % arguments}]',
+        f'"messages": [{user}, {call % json.dumps(arguments)}]',
+        f'"messages": {json.dumps(f"[{user}, {call % arguments}]")}',
+        f'"messages": [{user}], "tools": {tools}',
+        f'"messages": [{user}], "tools": {json.dumps(tools)}',
+    ]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f"{{{member}}}\n" for member in members))
+    found = list(read_rows(InputConfig(path=str(path))))
+    assert len(found) == len(members)
+    for fate in found:
+        assert isinstance(fate, RowFate)
+        assert "expected finite numbers, got " in fate.reason
 
 
 def test_metadata_in_other_types() -> None:
