@@ -100,16 +100,28 @@ def _without_null(value: Any) -> Any:
     return value
 
 
-def as_tools(value: Any, name: str, most: int) -> list[Any] | None:
-    """Return tools as a list of mappings, also from a JSON text of at most ``most`` bytes. None for an empty list.
+def given_tools(value: Any, name: str, most: int) -> Any:
+    """Return the value of a row's tools, parsed if it is a JSON text of at most ``most`` bytes.
+
+    Returns None if they are no tools: null, a blank text, or an empty list or object, each also as a JSON text.
 
     Raises:
-        InputError: ``value`` is neither, a member has no JSON form or is nested too deeply, or the text is too large.
+        InputError: the text is too large, or has a member twice.
     """
     found = _parsed(value, name, most) if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
-        raise InputError(f"{name}: expected a list of tools (objects), got {kind_of(found)}")
-    return [_without_null(tool) for tool in chat_value(found, name)] or None
+    is_blank = not found.strip() if isinstance(found, str) else isinstance(found, (list, dict)) and not found
+    return None if is_blank else found
+
+
+def as_tools(value: Any, name: str) -> list[Any]:
+    """Return tools as a list of mappings.
+
+    Raises:
+        InputError: ``value`` is no such list, or a member has no JSON form or is nested too deeply.
+    """
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise InputError(f"{name}: expected a list of tools (objects), got {kind_of(value)}")
+    return [_without_null(tool) for tool in chat_value(value, name)]
 
 
 def _parsed(text: str, name: str, most: int) -> Any:

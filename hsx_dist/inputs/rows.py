@@ -13,7 +13,7 @@ from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError, InputError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.names import MAX_KEY
-from hsx_dist.inputs.content import CONTENT_CHECKS, as_messages, as_tools, json_metadata, mask_of
+from hsx_dist.inputs.content import CONTENT_CHECKS, as_messages, as_tools, given_tools, json_metadata, mask_of
 from hsx_dist.inputs.listing import find_input
 from hsx_dist.inputs.reader import read_in_child
 from hsx_dist.inputs.records import RecordBatch, read_batches
@@ -332,25 +332,20 @@ class _RowCheck:
         if problem:
             raise InputError(f"{name}: {problem}")
         fields: dict[str, Any] = {kind: value}
-        tools = record.get(c.tools)
-        if kind == "messages" and _has_tools(tools):
-            fields["tools"] = as_tools(tools, c.tools, most)
-        elif c.tools not in c.metadata and _has_tools(tools):
+        is_read = kind == "messages" or c.tools not in c.metadata
+        tools = given_tools(record.get(c.tools), c.tools, most) if is_read else None
+        if tools is not None and kind != "messages":
             raise InputError(
                 f"{c.tools}: expected tools only with {c.messages}, whose chat template renders them, got tools with "
                 f"{name}. Write the row as messages, remove its tools, or set input.tools to another name"
             )
+        if tools is not None:
+            fields["tools"] = as_tools(tools, c.tools)
         if record.get(c.loss_mask) is not None:
             fields["loss_mask"] = mask_of(record[c.loss_mask], c.loss_mask)
         if c.metadata:
             fields["metadata"] = json_metadata({n: record[n] for n in c.metadata if n in record})
         return fields
-
-
-def _has_tools(value: Any) -> bool:
-    if isinstance(value, str):
-        return value.strip() not in ("", "[]", "{}", "null")
-    return value is not None and not (isinstance(value, (list, dict)) and not value)
 
 
 def _decoded(line: bytes, number: int) -> str:

@@ -153,9 +153,10 @@ def test_a_line_with_a_hole_is_refused_and_an_escaped_nul_is_text(tmp_path: Path
     assert good.text == ("b\0" if name == "in.jsonl" else '{"text": "b\\u0000"}')
 
 
-@pytest.mark.parametrize("nothing", ["", " ", "null", "[]", [], {}, None])
-def test_no_tools_in_any_form(nothing: Any) -> None:
-    (row,) = rows_from([{"messages": [{"role": "user", "content": "hi"}], "tools": nothing}], InputConfig())
+@pytest.mark.parametrize("nothing", ["", " ", "null", "[]", "[ ]", " {\n}\n", '""', '" \\n"', [], {}, None])
+@pytest.mark.parametrize("content", [{"messages": [{"role": "user", "content": "hi"}]}, {"text": "hi"}])
+def test_no_tools_in_any_form(nothing: Any, content: dict[str, Any]) -> None:
+    (row,) = rows_from([content | {"tools": nothing}], InputConfig())
     assert isinstance(row, Row)
     assert row.tools is None
 
