@@ -41,6 +41,12 @@ _FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text",
     ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
 }  # fmt: skip
+#: Endings of files that accompany or back up a file of rows: ``rows.jsonl.md5``.
+_NO_ROWS = re.compile(
+    r"\.(md5|sha\d+|b2|blake3|crc(32c?)?|sum|sig|lock|idx|index|offsets|meta|metadata|schema|stats|info|dvc|license|"
+    r"md|log|html|xml|ya?ml|toml|pdf|png|svg|py|bak|backup|old|orig|save|sw[op]|te?mp|.*~)",
+    re.IGNORECASE,
+)
 _REFUSED = re.compile(rf"({'|'.join(map(re.escape, ARCHIVES))})$", re.IGNORECASE)
 #: Files that Hugging Face's ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` write into their folders.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -249,6 +255,8 @@ def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> 
             sources.append(_saved(fs, path, name))
         elif (form := _format(path, config.format)) is not None:
             sources.append(InputSource(COMPRESSED.sub("", name).removesuffix(_suffix(name)) or name, (path,), form))
+        elif config.format == "auto":
+            _check_no_rows(path)
     return sources
 
 
@@ -324,6 +332,17 @@ def _format(path: str, asked: str) -> Format | None:
         return None
     # A file whose name ends with another format's suffix is left out. A file without a known suffix is read.
     return asked if known in (None, asked) or (known in LINES and asked in LINES) else None  # type: ignore[return-value]
+
+
+def _check_no_rows(path: str) -> None:
+    """Raise ConfigError for a file such as ``rows.jsonl.gzip``, which is not read and may have rows."""
+    name, ending = posixpath.splitext(COMPRESSED.sub("", public_url(path)))
+    if _suffix(name) in _FORMATS and not _NO_ROWS.fullmatch(ending):
+        raise ConfigError(
+            "input.path: expected files of rows, plain or compressed as .gz, .zst, .xz or .bz2, got "
+            f"{public_url(path)}. Rename or convert it, use a glob that does not match it, or set input.format to read "
+            "it as it is"
+        )
 
 
 def _suffix(path: str) -> str:

@@ -105,6 +105,41 @@ def test_other_compressions_in_a_folder_are_refused(tmp_path: Path, ending: str)
         read(tmp_path)
 
 
+@pytest.mark.parametrize("ending", ["gzip", "lzo", "zlib", "bz", "gpg", "gz.part", "1", "incomplete", "new.gz", "csv"])
+def test_a_file_that_may_have_rows_is_not_left_out(tmp_path: Path, ending: str) -> None:
+    lines(tmp_path / "a.jsonl", "a")
+    for name in (f"b.txt.{ending}", f"more/b.Parquet.{ending.upper()}"):
+        path = lines(tmp_path / name, "a")
+        for place in (tmp_path, f"{tmp_path}/**"):
+            with pytest.raises(ConfigError, match=rf"compressed as .*, got .*{name}\. Rename"):
+                read(place)
+        assert keys(tmp_path / "*.jsonl") == ["a:00000000"]
+        path.unlink()
+
+
+def test_a_file_with_an_unknown_ending_is_read_if_the_user_chooses_it(tmp_path: Path) -> None:
+    lines(tmp_path / "b.jsonl.1", "a")
+    assert keys(tmp_path / "b.jsonl.1") == ["b.jsonl.1:00000000"]
+    assert keys(tmp_path / "b*", format="jsonl") == ["b.jsonl:00000000"]
+
+
+def test_a_file_that_accompanies_rows_is_left_out(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", "a")
+    names = [
+        "jsonl.md5",
+        "jsonl.SHA256",
+        "jsonl.gz.crc",
+        "jsonl.idx",
+        "jsonl.lock",
+        "jsonl.bak",
+        "jsonl.orig",
+        "jsonl.tmp",
+    ]
+    for ending in [*names, "jsonl~", "jsonl.~1~", "jsonl.gz~", "csv", "csv.gzip"]:
+        lines(tmp_path / f"a.{ending}", "a")
+    assert keys(tmp_path) == ["a:00000000"]
+
+
 def test_every_compression_that_is_read_is_read_in_a_folder(tmp_path: Path) -> None:
     packed = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard.compress}
     packed["lzma"] = partial(lzma.compress, format=lzma.FORMAT_ALONE)
