@@ -20,6 +20,7 @@ from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.manifest_reader import ManifestReader
 from hsx_dist.format.place import Place
 from hsx_dist.format.runs import all_receipts, is_complete
+from hsx_dist.format.segments import SegmentTable
 from hsx_dist.reading.missing import covers_every_copy, mark_of, marks_folder, removal_mark
 from hsx_dist.reading.order import check_state, require_run
 from hsx_dist.reading.select import key_hash
@@ -83,8 +84,12 @@ class Retention:
         self._used: set[str] = set()
         self._marked: set[str] = set()
         self._due: set[str] = set()  # parts to check; a part stays here if the store fails
-        #: By part: the number of its first segments that this rank needs no more.
+        # Two positions of each part, else one key at a time would take quadratic time.
+        #: By part: all segments before this slot are of samples, which this rank needs no more.
         self._done: dict[str, int] = {}
+        #: By part: this rank needs no sample before this slot. Segments before it may still become part of a sample.
+        self._passed: dict[str, int] = {}
+        self._going_on = False  # whether the store said so in this call: one request for all parts
 
     def ack(self, *keys: str) -> None:
         """Record that this rank of this consumer has used these samples and needs them no more.
@@ -124,6 +129,7 @@ class Retention:
         self._due |= self._manifest.parts.keys() - self._marked  # parts without samples of this rank too
 
     def _mark_due(self) -> None:
+        self._going_on = False
         for part in sorted(self._due):
             self._mark(part)
             self._due.discard(part)
@@ -183,27 +189,34 @@ class Retention:
         self._marked.add(part)
 
     def _used_up(self, part: str) -> bool:
-        over: bool | None = None
         receipt = self._manifest.parts.get(part)
         if receipt is None:
             return False  # an attempt has declared it lost
-        done = self._done.get(part, 0)  # else one key at a time would take quadratic time
-        for slot in range(done, len(receipt.table)):
-            key = receipt.table.key(slot)
-            if key not in self._manifest.samples:
-                # The attempt that stored this segment may still store the rest of the sample.
-                if over is None:
-                    over = is_complete(self._store)
-                    if over:
-                        self._refresh()  # the manifest may be older than the run's end
-                if not over:
-                    return False
-            if key in self._manifest.samples:
-                if rank_of(key, self._world) == self._rank and key not in self._used:
-                    return False
-                if slot == done:
-                    done = self._done[part] = slot + 1
-        return True
+        table, samples = receipt.table, self._manifest.samples
+        done = self._done.get(part, 0)
+        while done < len(table) and table.key(done) in samples and not self._needs(table.key(done)):
+            done += 1
+        self._done[part] = done
+        if done == len(table):
+            return True
+        if not self._pass(part, table, max(done, self._passed.get(part, 0))):
+            return False
+        # The attempt that stored the other segments may still store the rest of their samples.
+        if self._going_on or not is_complete(self._store):
+            self._going_on = True
+            return False
+        self._refresh()  # the manifest may be older than the run's end
+        return self._pass(part, table, done)
+
+    def _pass(self, part: str, table: SegmentTable, slot: int) -> bool:
+        """Whether this rank needs no sample from ``slot`` on."""
+        while slot < len(table) and not self._needs(table.key(slot)):
+            slot += 1
+        self._passed[part] = slot
+        return slot == len(table)
+
+    def _needs(self, key: str) -> bool:
+        return key not in self._used and key in self._manifest.samples and rank_of(key, self._world) == self._rank
 
 
 def used_by_all(marks: Iterable[ObjectInfo], consumers: frozenset[str]) -> bool:
