@@ -20,6 +20,7 @@ from typing import Any
 from hsx_dist.errors import AlreadyExists, Denied, FormatError, NotFound, SampleConflict, StoreError, Unavailable
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, with_expires
 from hsx_dist.format.identity import same_sample
+from hsx_dist.format.json_objects import number
 from hsx_dist.format.manifest import Receipt
 from hsx_dist.format.names import part_name
 from hsx_dist.format.receipt_log import ReceiptLog
@@ -186,7 +187,7 @@ class PartCommitter:
                 "sample. Choose another key"
             ) from None
         before, ours = (meta.get("expires") for meta in (part.segments[0].segment.meta, segments[0].segment.meta))
-        if before is None or (ours is not None and ours <= before):
+        if before is None or number(before) is not None or (ours is not None and ours <= before):
             return True
         if not self._can_renew() or version is None:
             return True

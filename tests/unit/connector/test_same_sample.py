@@ -264,6 +264,15 @@ def test_an_object_never_ends_earlier_than_it_said(store, tmp_path, before, afte
         assert abs(expires - time.time() - 3600) < 600
 
 
+def test_an_end_that_is_no_number_is_never(store, tmp_path):
+    put_old(store, {"expires": [5]}, PROMPT)
+    server = SmallServer(tmp_path, store, ttl_seconds=60)
+    server.ask(PROMPT, key="k")
+    server.close()
+    assert names(store) == {NAME}
+    assert read(store)["meta"]["expires"] == [5]
+
+
 @pytest.mark.parametrize(("left_s", "said", "tries"), [(3600, "object is not renewed", 3), (1, "was not stored", 10)])
 def test_a_process_that_locks_an_object_stops_no_writer(tmp_path, caplog, monkeypatch, left_s, said, tries):
     """Any user who may read a file can take a shared lock on the file. Then it cannot be renewed."""
