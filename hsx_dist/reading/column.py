@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,15 @@ from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.codecs.base import check_expansion
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.container_read import Empty, Loaded, new_states
+from hsx_dist.format.json_objects import MemberCheck, count, list_of, object_of
 from hsx_dist.format.loss import Loss
 from hsx_dist.format.segments import SegmentProof
-from hsx_dist.page import token_hash
+from hsx_dist.page import HIDDEN_STATES, token_hash
 
 #: Name of the attached array that marks the tokens that count in training.
 LOSS_MASK = "loss_mask"
+#: The findings of ``SanityChecks``, by name. Each has at most one entry for each layer.
+_FINDINGS: Mapping[str, MemberCheck] = {"nonfinite_rows": object_of(count), "zero_layers": list_of(count)}
 _ID_BYTES = 8
 _REPAIR = "Restore the part, or delete it and run the extraction again"
 
@@ -72,6 +75,26 @@ class SampleColumn:
     def token_ids(self) -> np.ndarray[Any, Any]:
         """Token ids, int64 ``[T]``."""
         return np.concatenate([self._ids(i) for i in range(len(self))])
+
+    def findings(self) -> Iterator[dict[str, Any]]:
+        """The findings of ``SanityChecks`` that the segments' ``meta`` has as ``bad``, each with its token range.
+
+        Skips values that no writer stores. A caller keeps the findings of all segments, and decoded lists and objects
+        take up to 44 times the memory of their text.
+        """
+        for info in map(self.info, range(len(self))):
+            s, stored = info.segment, info.segment.meta.get("bad")
+            found = {
+                name: stored[name]
+                for name, check in _FINDINGS.items()
+                if isinstance(stored, dict) and check(stored.get(name)) is None and len(stored[name]) <= info.num_layers
+            }
+            if found:
+                yield (
+                    {"start": s.start, "stop": s.stop}
+                    | ({"point": s.point} if s.point != HIDDEN_STATES else {})
+                    | found
+                )
 
     def loss(self) -> dict[int, Loss]:
         """Layer id → the largest loss of all segments."""

@@ -13,7 +13,7 @@ from hsx_dist.format.container_read import Empty
 from hsx_dist.format.loss import Loss
 from hsx_dist.format.part_request import checked_layers, layer_list, point_list, token_range
 from hsx_dist.format.segments import SegmentProof
-from hsx_dist.page import HIDDEN_STATES, Segment, token_hash
+from hsx_dist.page import HIDDEN_STATES, token_hash
 from hsx_dist.reading.arrays import Framework, to_ids, to_states
 from hsx_dist.reading.column import (
     LOSS_MASK,
@@ -142,7 +142,7 @@ class Sample:
     @property
     def metadata(self) -> dict[str, Any]:
         """The columns of the input row that ``input.metadata`` names, as JSON values."""
-        found = self.meta.get("metadata")
+        found = self._columns[0].first.segment.meta.get("metadata")
         return dict(found) if isinstance(found, dict) else {}
 
     @property
@@ -159,12 +159,7 @@ class Sample:
         - ``bad``: an entry for each segment with non-finite rows or all-zero layers: its token range and the counts.
           ``point`` names the point unless it is the hidden states.
         """
-        bad = [
-            {"start": s.start, "stop": s.stop, **_point_of(s), **s.meta["bad"]}
-            for column in self._columns
-            for s in (column.info(i).segment for i in range(len(column)))
-            if isinstance(s.meta.get("bad"), dict)
-        ]
+        bad = [found for column in self._columns for found in column.findings()]
         first = {k: v for k, v in self._columns[0].first.segment.meta.items() if k != "bad"}
         return {**first, "bad": bad} if bad else first
 
@@ -420,7 +415,3 @@ def _check_memory(points: Sequence[tuple[PointColumns, Sequence[int] | None]], t
     """See ``check_columns``. A single column checks its memory when it has fetched its bytes."""
     if sum(len(point.columns) for point, _ in points) > 1:
         check_columns(points, tokens)
-
-
-def _point_of(s: Segment) -> dict[str, str]:
-    return {} if s.point == HIDDEN_STATES else {"point": s.point}

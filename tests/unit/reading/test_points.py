@@ -163,6 +163,32 @@ def test_findings_of_the_sanity_checks_name_their_point() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"zero_layers": [[3]]},
+        {"zero_layers": [3] * 9},
+        {"zero_layers": {"3": 1}},
+        {"nonfinite_rows": {"3": [1]}},
+        {"other": [[]]},
+        [],
+        3,
+    ],
+)
+def test_findings_that_no_writer_stores_are_skipped(bad: Any) -> None:
+    segments = [
+        (sample, replace(s, meta={"bad": bad, "x": 1}), row) for sample, s, row in point_sample("a").segments(0)
+    ]
+    assert run_of(segments)["a"].meta == {"x": 1}
+    more = {"nonfinite_rows": {"3": 2}, "zero_layers": [7]}
+    segments = [
+        (sample, replace(s, meta={"bad": (bad if isinstance(bad, dict) else {}) | more}), row)
+        for sample, s, row in segments
+    ]
+    entry = {"start": 0, "stop": 37, "point": "q", **more}
+    assert run_of(segments)["a"].meta["bad"][0] == entry
+
+
 def object_of(segments: Sequence[Stored]) -> MemoryStore:
     encoded = []
     for sample, segment, _ in segments:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hsx_dist.format.codecs import Codec, NoneCodec, SplitCodec
-from hsx_dist.format.container import Part
+from hsx_dist.format.container import Part, SegmentEncoder, build_part
+from hsx_dist.format.segments import SegmentProof
 from hsx_dist.reading import Run, kept_parts
+from hsx_dist.reading.expiry import expired
 from hsx_dist.reading.item_reader import ItemReader
 from hsx_dist.reading.items import ItemSpec
 from hsx_dist.reading.kept_parts import KeptParts
-from hsx_dist.reading.sample import load_bytes
+from hsx_dist.reading.sample import Sample, load_bytes
 from hsx_dist.serving.states_file import PIECE_BYTES, Range, StatesFile
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
@@ -147,3 +150,24 @@ def test_a_kept_header_is_counted_with_its_memory() -> None:
     finally:
         tracemalloc.stop()
     assert 0.5 < held / (kept_parts._PARSED * part.header_bytes) < 1.1
+
+
+@pytest.mark.parametrize("name", ["bad", "expires"])
+def test_metadata_of_one_segment_at_a_time_is_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoded metadata of all segments takes up to 44 times the memory of its text."""
+    store, sample = MemoryStore(), random_sample("a", 40, layer_ids=[1], hidden_size=1)
+    value: Any = [[]] * 15_000
+    encoded = []
+    for segment in sample.segments(*range(1, 40)):
+        encoder = SegmentEncoder(NoneCodec())
+        for page in sample.pages(replace(segment, meta={name: {"zero_layers": value} if name == "bad" else value})):
+            encoder.add(page)
+        encoded.append(encoder.finish())
+    store.put("a.safetensors", build_part(encoded, NoneCodec(), {}).buffers)
+    part = Part.open(store, "a.safetensors")
+    monkeypatch.setattr(Part, "open", lambda *_, **__: part)
+    proofs = [SegmentProof(info.segment, i, "", 0, 0, None, "", part.name) for i, info in enumerate(part.segments)]
+    opened = Sample("a", proofs, lambda _: part, store.url)
+    one = taken(lambda: part.segments[0].segment.meta[name])
+    both = {"bad": lambda: opened.meta, "expires": lambda: list(expired(store))}
+    assert taken(both[name]) < 4 * one + SLACK
