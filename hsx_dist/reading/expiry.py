@@ -72,9 +72,9 @@ def _end(store: Store, name: str, size: int | None = None) -> float | None:
         else:
             segments = (info.segment for info in Part.open(store, name, size=size).segments)
             ends = (s.meta.get("expires") for s in segments if s.column == 0)  # the other columns do not repeat it
+        return _latest(ends)
     except (Denied, FormatError, NotFound, ValueError):
         return None
-    return _latest(ends)
 
 
 def _latest(ends: Iterable[Any]) -> float | None:
