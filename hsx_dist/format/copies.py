@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
 
-#: Shared by all segments of a sample: its number of tokens, its number of columns, and the hash of the ids.
-Identity = tuple[int, int, bytes]
+#: Shared by all segments of a sample, as ``identity_of`` returns it.
+Identity = bytes
+#: An identity and a column's number, as ``_pair`` returns it.
+Pair = bytes
 #: The part and slot of a place.
 PlaceOf = Callable[[int], tuple[str, int]]
 #: The last token and the token hash of the segment at a place.
 EndOf = Callable[[int], tuple[int, bytes]]
 #: Bits of a segment's first token in a state of ``_Attempt``: it is at most ``MAX_TOKENS``.
 _START_BITS = 41
+#: Bytes of a number of tokens, and of a column's number or a number of columns, in an identity.
+_TOTAL, _COLUMN = 8, 4
 
 
 class Copies:
@@ -65,15 +69,15 @@ class _Attempt:
     def __init__(self, place_of: PlaceOf, end_of: EndOf) -> None:
         self._place_of, self._end_of = place_of, end_of
         #: By identity and column; then by state: the place with the lowest part name.
-        self._chosen: dict[tuple[Identity, int], dict[bytes, int]] = {}
+        self._chosen: dict[Pair, dict[bytes, int]] = {}
         #: The same for states whose segments have different ends: all places, by end.
-        self._cuts: dict[tuple[Identity, int], dict[bytes, dict[bytes, int]]] = {}
+        self._cuts: dict[Pair, dict[bytes, dict[bytes, int]]] = {}
         #: By identity and column: the number of consecutive segments from the first token on, and their end.
-        self._ends: dict[tuple[Identity, int], tuple[int, int]] = {}
+        self._ends: dict[Pair, tuple[int, int]] = {}
         #: By identity and column with different cuts: all states to which segments lead from the first token.
-        self._reached: dict[tuple[Identity, int], set[bytes]] = {}
-        #: By identity: the columns whose segments cover all tokens.
-        self._covered: dict[Identity, Set[int]] = {}
+        self._reached: dict[Pair, set[bytes]] = {}
+        #: By identity: the pairs of the columns whose segments cover all tokens.
+        self._covered: dict[Identity, Set[Pair]] = {}
         #: Whether two segments of the same place differ in their tokens.
         self._mixed = False
         self.whole: set[Identity] = set()
@@ -83,93 +87,95 @@ class _Attempt:
         return self._mixed or len(self._covered) > 1
 
     def add(self, place: int, identity: Identity, column: int, index: int, start: int) -> None:
-        chosen = self._chosen.setdefault((identity, column), {})
+        pair = _pair(identity, column)
+        chosen = self._chosen.setdefault(pair, {})
         state = _state(index, start)
         first = chosen.setdefault(state, place)
         if first != place:
-            self._add_another(place, identity, column, state)
-        if (identity, column) in self._reached:
-            self._follow(identity, column, state, place)
+            self._add_another(place, pair, state)
+        if pair in self._reached:
+            self._follow(pair, state, place)
         else:
-            count, end = self._ends.get((identity, column), (0, 0))
+            count, end = self._ends.get(pair, (0, 0))
             while (following := chosen.get(_state(count, end))) is not None:
                 count, end = count + 1, self._end_of(following)[0]
-            self._ends[identity, column] = count, end
-        self._cover(identity, column)
+            self._ends[pair] = count, end
+        self._cover(pair)
 
-    def _add_another(self, place: int, identity: Identity, column: int, state: bytes) -> None:
+    def _add_another(self, place: int, pair: Pair, state: bytes) -> None:
         """Add a segment whose state another segment has."""
-        chosen = self._chosen[identity, column]
+        chosen = self._chosen[pair]
         first, (end, tokens) = chosen[state], self._end_of(place)
-        cuts = self._cuts.get((identity, column), {}).get(state) or {_cut(self._end_of(first)[0]): first}
+        cuts = self._cuts.get(pair, {}).get(state) or {_cut(self._end_of(first)[0]): first}
         known = cuts.get(_cut(end))
-        differ = self._end_of(known)[1] != tokens if known is not None else not identity[2]
+        differ = self._end_of(known)[1] != tokens if known is not None else not _has_hash(_identity(pair))
         if differ and not self._mixed:
             self._mixed = True
-            for other, of in self._ends:
-                self._cover(other, of)
+            for other in self._ends:
+                self._cover(other)
         if known is None or self._place_of(place) < self._place_of(known):
             cuts[_cut(end)] = place
         if self._place_of(place) < self._place_of(first):
             chosen[state] = place
         if len(cuts) > 1:
-            self._cuts.setdefault((identity, column), {})[state] = cuts
-            if (identity, column) not in self._reached:
-                self._reached[identity, column] = set()
-                self._reach(identity, column, _FIRST)
+            self._cuts.setdefault(pair, {})[state] = cuts
+            if pair not in self._reached:
+                self._reached[pair] = set()
+                self._reach(pair, _FIRST)
 
-    def _follow(self, identity: Identity, column: int, state: bytes, place: int) -> None:
-        if state in self._reached[identity, column]:
-            self._reach(identity, column, _next(state, self._end_of(place)[0]))
+    def _follow(self, pair: Pair, state: bytes, place: int) -> None:
+        if state in self._reached[pair]:
+            self._reach(pair, _next(state, self._end_of(place)[0]))
 
-    def _reach(self, identity: Identity, column: int, state: bytes) -> None:
+    def _reach(self, pair: Pair, state: bytes) -> None:
         """Add a state to the reached ones, and all states to which segments lead from it. Each is visited once."""
-        reached, todo = self._reached[identity, column], [state]
+        reached, todo = self._reached[pair], [state]
         while todo:
             state = todo.pop()
             if state not in reached:
                 reached.add(state)
                 index, start = _index_and_start(state)
-                if start == identity[0]:
-                    self._ends[identity, column] = index, start
-                todo += [_next(state, _end(cut)) for cut in self._places(identity, column, state)]
+                if start == _total(pair):
+                    self._ends[pair] = index, start
+                todo += [_next(state, _end(cut)) for cut in self._places(pair, state)]
 
-    def _places(self, identity: Identity, column: int, state: bytes) -> Mapping[bytes, int]:
+    def _places(self, pair: Pair, state: bytes) -> Mapping[bytes, int]:
         """The segments of a state, by ``_cut``. Takes constant time: a state may have a million ends."""
-        cuts = self._cuts.get((identity, column), {}).get(state)
+        cuts = self._cuts.get(pair, {}).get(state)
         if cuts is not None:
             return cuts
-        chosen = self._chosen[identity, column].get(state)
+        chosen = self._chosen[pair].get(state)
         return {} if chosen is None else {_cut(self._end_of(chosen)[0]): chosen}
 
-    def _cover(self, identity: Identity, column: int) -> None:
+    def _cover(self, pair: Pair) -> None:
         """Note whether a column covers all tokens, and with it whether the sample is whole."""
+        identity = _identity(pair)
         known = self._covered.get(identity)
         covered = known if isinstance(known, set) else set()
-        (covered.add if self._is_covered(identity, column) else covered.discard)(column)
+        (covered.add if self._is_covered(pair) else covered.discard)(pair)
         self._covered[identity] = covered or _NONE
-        (self.whole.add if len(covered) == identity[1] else self.whole.discard)(identity)
+        (self.whole.add if len(covered) == _columns(identity) else self.whole.discard)(identity)
 
-    def _is_covered(self, identity: Identity, column: int) -> bool:
+    def _is_covered(self, pair: Pair) -> bool:
         if not self._mixed:
-            return self._ends[identity, column][1] == identity[0]
+            return self._ends[pair][1] == _total(pair)
         # The whole sample's hash may be unknown (empty), so segments with different tokens can have equal identities.
         # In a mixed attempt only a single segment that covers the column counts.
-        return _cut(identity[0]) in self._places(identity, column, _FIRST)
+        return _cut(_total(pair)) in self._places(pair, _FIRST)
 
     def sample(self) -> list[int]:
         """The places of a whole sample's segments, column by column. Of several samples, the one with the lowest name
         of the first segment's part is chosen."""
-        identity = min(sorted(self.whole), key=lambda known: self._place_of(self._chosen[known, 0][_FIRST])[0])
-        return [place for column in range(identity[1]) for place in self._column(identity, column)]
+        identity = min(sorted(self.whole), key=lambda known: self._place_of(self._chosen[_pair(known, 0)][_FIRST])[0])
+        return [place for column in range(_columns(identity)) for place in self._chain(_pair(identity, column))]
 
-    def _column(self, identity: Identity, column: int) -> list[int]:
+    def _chain(self, pair: Pair) -> list[int]:
         """The chain of segments that leads to the last token. At each step the lowest part name is chosen."""
 
         def segments(state: bytes) -> Iterator[int]:
-            places = self._places(identity, column, state)
+            places = self._places(pair, state)
             if self._mixed:
-                places = {cut: place for cut, place in places.items() if cut == _cut(identity[0])}
+                places = {cut: place for cut, place in places.items() if cut == _cut(_total(pair))}
             return iter(sorted(places.values(), key=self._place_of))
 
         chain, todo, seen = list[int](), [(_FIRST, segments(_FIRST))], {_FIRST}
@@ -181,7 +187,7 @@ class _Attempt:
                 del chain[-1:]
                 continue
             end = self._end_of(place)[0]
-            if end == identity[0]:
+            if end == _total(pair):
                 return [*chain, place]
             if (following := _next(state, end)) not in seen:
                 seen.add(following)
@@ -190,7 +196,36 @@ class _Attempt:
         raise AssertionError("expected a chain of segments of a whole sample, got none")
 
 
-# Keys of dictionaries are bytes: Python's hash of integers has no seed, so a receipt could make all of them collide.
+# Keys of dictionaries are bytes. Python's hash of integers, and of tuples of them, has no seed. So a receipt could make
+# all of them collide.
+
+
+def identity_of(total: int, columns: int, sample_hash: bytes) -> Identity:
+    """The identity of a sample with this number of tokens and of columns, and this hash of all ids."""
+    return total.to_bytes(_TOTAL) + columns.to_bytes(_COLUMN) + sample_hash
+
+
+def _total(known: Identity | Pair) -> int:
+    """The number of tokens."""
+    return int.from_bytes(known[:_TOTAL])
+
+
+def _columns(identity: Identity) -> int:
+    """The number of columns."""
+    return int.from_bytes(identity[_TOTAL : _TOTAL + _COLUMN])
+
+
+def _has_hash(identity: Identity) -> bool:
+    """Whether the hash of all ids is known."""
+    return len(identity) > _TOTAL + _COLUMN
+
+
+def _pair(identity: Identity, column: int) -> Pair:
+    return identity + column.to_bytes(_COLUMN)
+
+
+def _identity(pair: Pair) -> Identity:
+    return pair[:-_COLUMN]
 
 
 def attempt_name(attempt: int) -> bytes:
@@ -223,4 +258,4 @@ def _next(state: bytes, end: int) -> bytes:
 
 _FIRST = _state(0, 0)
 #: Shared, because a million identities may have no column that is covered, and an empty set takes 200 bytes.
-_NONE: Set[int] = frozenset()
+_NONE: Set[bytes] = frozenset()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hsx_dist.format.copies import Copies, attempt_name
+from hsx_dist.format.copies import Copies, attempt_name, identity_of
 from hsx_dist.format.key_index import KeyIndex
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
@@ -301,7 +301,8 @@ class Manifest:
             part, _, (index, start, _, total, _, _, _, column, columns), (_, sample_hash, _) = self.at(place)
             if part not in self._void:
                 kept.append(place)
-                copies.add(place, self._receipt(place).attempt, (total, columns, sample_hash), column, index, start)
+                identity = identity_of(total, columns, sample_hash)
+                copies.add(place, self._receipt(place).attempt, identity, column, index, start)
         if fresh and len(kept) < len(places):
             self._kept[key] = len(places), kept
         copies.added = len(places)
