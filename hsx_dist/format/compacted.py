@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,20 +12,21 @@ from hsx_dist.errors import FormatError, IntegrityError, NotFound
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.description import MAX_HEADER_BYTES
 from hsx_dist.format.manifest import Receipt
-from hsx_dist.format.names import parse_receipt_name, receipt_name
+from hsx_dist.format.receipt_log import receipts_up_to
 from hsx_dist.store import Store
 
 #: The largest compacted manifest that is read.
 MAX_COMPACTED_BYTES = 4 << 30
 #: zstd's window for the levels up to 19. A frame names its window size, and libzstd allocates it.
 _MAX_WINDOW = 8 << 20
-#: One line, or all lines, may have this many bytes without proof. Above the limit, the sizes of the single receipts
-#: must prove the size: compressed bytes can expand 32,000 times.
+#: All lines may have this many bytes. If they have more than the limit, the single receipts are read instead:
+#: compressed bytes can expand 32,000 times. Sizes of the single receipts prove nothing: a file may have holes.
 _FREE_BYTES = 2 << 20
 #: Each compressed byte raises the limit for all lines by this many bytes. Most runs' lines expand 2 to 8 times. Those
-#: with very long keys, or very many rows with one reason, expand up to 60 times: their readers list the receipts.
+#: with very long keys, or very many rows with one reason, expand up to 60 times: their readers fetch single receipts.
 _EXPANSION = 8
-_OWN = (rb'"attempt":([0-9]{1,9}),', rb'"writer":"([A-Za-z0-9._-]{1,128})",', rb'"seq":([0-9]{1,9}),')
+#: Compressed bytes that are decompressed at once.
+_READ = 1 << 14
 _INSTEAD = "Restore it, or remove the attempt's .complete.json so that the single receipts are read"
 
 
@@ -43,17 +43,35 @@ def pack_receipts(receipts: Sequence[Receipt]) -> tuple[bytes, int]:
 
 
 def read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Receipt]:
-    """The receipts that a completed attempt counts.
+    """The receipts that a completed attempt counts, by attempt, writer and number.
 
     Raises:
-        IntegrityError: the object is missing or damaged.
-        FormatError: it is not a compacted manifest, or claims more bytes than the single receipts have.
+        IntegrityError: the object, or a single receipt that is read instead, is missing or damaged.
+        FormatError: it is not a compacted manifest, or has other lines than its completion says.
     """
     about = complete["manifest"]
     where = f"{store.url}/{about['name']}"
+    if about["size"] > MAX_COMPACTED_BYTES:
+        raise FormatError(f"{where}: expected at most {MAX_COMPACTED_BYTES} bytes, got {about['size']}. {_INSTEAD}")
+    if about["raw_size"] > _FREE_BYTES + _EXPANSION * about["size"]:
+        return _single_receipts(store, complete["attempt"], about["receipts"], where)
+    return _lines(store, about, where)
+
+
+def _single_receipts(store: Store, attempt: int, expected: int, where: str) -> Iterator[Receipt]:
+    number = 0
+    for receipt in receipts_up_to(store, attempt):
+        number += 1
+        yield receipt
+    if number < expected:
+        raise IntegrityError(
+            f"{where}: expected at least {expected} single receipts up to attempt {attempt}, got {number}. "
+            "Restore them, or the attempt's .complete.json"
+        )
+
+
+def _lines(store: Store, about: Mapping[str, Any], where: str) -> Iterator[Receipt]:
     try:
-        if about["size"] > MAX_COMPACTED_BYTES:
-            raise FormatError(f"{where}: expected at most {MAX_COMPACTED_BYTES} bytes, got {about['size']}. {_INSTEAD}")
         packed = store.get(about["name"], about["size"] + 1)
     except NotFound as e:
         raise IntegrityError(
@@ -65,51 +83,42 @@ def read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Receip
             f"{where}: expected {about['size']} bytes with crc32c {str(about.get('crc32c'))[:40]}, got {len(packed)} "
             f"with {found}. {_INSTEAD}"
         )
-    if about["raw_size"] > _FREE_BYTES + _EXPANSION * len(packed):
-        _require_single_receipts(store, complete["attempt"], about["raw_size"], where)
-    size = number = 0
+    number, last = 0, (0, "", 0)
     try:
-        with zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(packed) as reader:
+        _check_frame(packed, about["raw_size"], where)
+        with _decompressed(packed) as reader:
             lines = io.BufferedReader(reader, 1 << 20)  # type: ignore[type-var]  # it has what is used of a raw stream
-            while line := lines.readline(min(about["raw_size"] - size, _FREE_BYTES) + 1):
-                if len(line) > _FREE_BYTES and not line.endswith(b"\n"):
-                    most = _size_of_receipt(store, line, f"{where}, line {number + 1}")
-                    line += lines.readline(max(most + 1 - len(line), 0))
-                size += len(line)
+            while number <= about["receipts"] and (line := lines.readline(MAX_HEADER_BYTES + 1)):
                 number += 1
-                if size > about["raw_size"] or number > about["receipts"]:
-                    break
-                yield Receipt.from_json(line.rstrip(b"\n"), f"{where}, line {number}")
+                receipt = Receipt.from_json(line.rstrip(b"\n"), f"{where}, line {number}")
+                if receipt.id <= last:
+                    raise FormatError(
+                        f"{where}, line {number}: expected a receipt after {last}, got {receipt.id}: lines are sorted "
+                        f"by attempt, writer and number, and none is repeated. {_INSTEAD}"
+                    )
+                last = receipt.id
+                yield receipt
     except zstandard.ZstdError as e:
         raise FormatError(f"{where}: expected a zstandard frame, got an error from zstd: {e}. {_INSTEAD}") from e
-    if (size, number) != (about["raw_size"], about["receipts"]):
+    if number != about["receipts"]:
+        raise FormatError(f"{where}: expected {about['receipts']} receipts, got {number} or more. {_INSTEAD}")
+
+
+def _check_frame(packed: bytes, raw_size: int, where: str) -> None:
+    """Check the size of all lines, and that the frame is the whole object. A hole after a frame would raise the limit
+    for all lines. Decompressing takes a small part of the time of parsing."""
+    source, size = io.BytesIO(packed), 0
+    with _decompressed(source) as reader:
+        while size <= raw_size and (data := reader.read(1 << 20)):
+            size += len(data)
+        used = source.tell()
+    if size != raw_size or used != len(packed):
         raise FormatError(
-            f"{where}: expected {about['receipts']} receipts of {about['raw_size']} bytes in all, got at least "
-            f"{number} of {size} bytes. {_INSTEAD}"
+            f"{where}: expected one frame with {raw_size} bytes of lines, got at least {size} bytes from the first "
+            f"{used} of {len(packed)} bytes. {_INSTEAD}"
         )
 
 
-def _require_single_receipts(store: Store, attempt: int, raw_size: int, where: str) -> None:
-    stored = 0
-    for info in store.list("manifest/"):
-        parsed = parse_receipt_name(info.name)
-        if parsed is not None and parsed[0] <= attempt:
-            stored += min(info.size, MAX_HEADER_BYTES) + 1  # a file with holes has any size
-    if stored < raw_size:
-        raise FormatError(
-            f"{where}: expected lines of at most {stored} bytes, the size of the single receipts, got a declared "
-            f"size of {raw_size} bytes. {_INSTEAD}"
-        )
-
-
-def _size_of_receipt(store: Store, begin: bytes, where: str) -> int:
-    """The size of the single receipt with the attempt, writer and number at the beginning of the line."""
-    found = [re.search(pattern, begin[:4096]) for pattern in _OWN]
-    attempt, writer, seq = (m[1].decode() if m is not None else "0" for m in found)
-    try:
-        # No longer receipt is read. A file with holes has any size.
-        return min(store.head(receipt_name(int(attempt), writer, int(seq))).size, MAX_HEADER_BYTES)
-    except (NotFound, ValueError) as e:
-        raise FormatError(
-            f"{where}: expected a single receipt for a line of more than {_FREE_BYTES} bytes, got none. {_INSTEAD}"
-        ) from e
+def _decompressed(source: bytes | io.BytesIO) -> zstandard.ZstdDecompressionReader:
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+    return decompressor.stream_reader(source, read_size=_READ)  # type: ignore[arg-type]  # BytesIO is a readable file

@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -220,6 +221,12 @@ def new_receipts(store: Store, known: Callable[[tuple[int, str, int]], bool], at
     return _before_seals(store, (i for i in listed if (e := parse_receipt_name(i.name)) and not known(e)), None)
 
 
+def receipts_up_to(store: Store, attempt: int) -> Iterator[Receipt]:
+    """The receipts of the attempts up to ``attempt``, in order. Raises like ``LogReader.read``."""
+    listed = store.list("manifest/")
+    return _before_seals(store, (i for i in listed if (e := parse_receipt_name(i.name)) and e[0] <= attempt), {})
+
+
 def _before_seals(store: Store, listed: Iterable[ObjectInfo], done: dict[Log, int] | None) -> Iterator[Receipt]:
     """The receipts of ``listed``, in each log up to its seal.
 
@@ -238,7 +245,8 @@ def _before_seals(store: Store, listed: Iterable[ObjectInfo], done: dict[Log, in
             return e  # raised below, unless the log ends before this entry
 
     ended: set[Log] = set()
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="hsx-receipts") as pool:
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="hsx-receipts") as pool, ExitStack() as after:
+        after.callback(pool.shutdown, cancel_futures=True)  # after an error no other receipt is read
         for (attempt, writer, number), found in zip(entries, pool.map(read, entries), strict=True):
             log = attempt, writer
             expected = number if done is None else done.get(log, 0) + 1
