@@ -118,14 +118,22 @@ def _json_in(name: str, got: str) -> FormatError:
     )
 
 
-def with_uuids_as_text(batch: Any) -> Any:
-    """Return a record batch whose columns of Arrow's type ``arrow.uuid`` (stored as 16 bytes) are text."""
+def uuid_columns(schema: Any) -> list[str]:
+    """Return the names of the columns of Arrow's type ``arrow.uuid``, stored as 16 bytes."""
     import pyarrow as pa
 
-    for i, field in enumerate(batch.schema):
-        if (field.metadata or {}).get(_NAME) == b"arrow.uuid" and field.type == pa.binary(16):
-            texts = [None if value is None else str(UUID(bytes=value)) for value in batch.column(i).to_pylist()]
-            batch = batch.set_column(i, field.name, pa.array(texts, pa.string()))
+    kind = pa.binary(16)
+    return [f.name for f in schema if f.type == kind and (f.metadata or {}).get(_NAME) == b"arrow.uuid"]
+
+
+def with_uuids_as_text(batch: Any, names: Iterable[str]) -> Any:
+    """Return a record batch whose columns ``names``, which are UUIDs, are text."""
+    import pyarrow as pa
+
+    for name in names:
+        i = batch.schema.get_field_index(name)
+        texts = [None if value is None else str(UUID(bytes=value)) for value in batch.column(i).to_pylist()]
+        batch = batch.set_column(i, name, pa.array(texts, pa.string()))
     return batch
 
 

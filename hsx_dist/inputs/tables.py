@@ -13,7 +13,14 @@ from typing import IO, Any
 
 from hsx_dist.errors import ConfigError, FormatError, HsxError, install_extra
 from hsx_dist.inputs.allowance import Allowance
-from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, refuse_json, refuse_parquet_json, with_uuids_as_text
+from hsx_dist.inputs.arrow_files import (
+    open_arrow,
+    open_parquet,
+    refuse_json,
+    refuse_parquet_json,
+    uuid_columns,
+    with_uuids_as_text,
+)
 from hsx_dist.inputs.maps import with_objects
 from hsx_dist.inputs.row_cost import cost_of_columns
 from hsx_dist.text import bounded
@@ -133,10 +140,13 @@ def read_columns(
     require_pyarrow()
     import pyarrow as pa
 
+    uuids: list[str] | None = None
     try:
         batches = _parquet if form == "parquet" else _arrow
         for batch in batches(file, columns, needed, shown, allowance):
-            refuse_json(batch.schema)
+            if uuids is None:  # once: each look decodes the fields' metadata, and all batches have one schema
+                refuse_json(batch.schema)
+                uuids = uuid_columns(batch.schema)
             if batch.num_rows > _FREE_ROWS + 8 * batch.nbytes:
                 raise FormatError(
                     f"expected bytes for each of {batch.num_rows} rows, got {batch.nbytes} bytes in all. Write the "
@@ -144,7 +154,7 @@ def read_columns(
                 )
             allowance.take(rows=batch.num_rows)
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                for rows, cost in _rows(with_uuids_as_text(batch.slice(start, BATCH_ROWS)), most):
+                for rows, cost in _rows(with_uuids_as_text(batch.slice(start, BATCH_ROWS), uuids), most):
                     allowance.take(cost=cost)
                     yield list(enumerate(rows, at))
                     at += len(rows)

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -20,8 +21,11 @@ import pytest
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError
+from hsx_dist.inputs.allowance import Allowance
 from hsx_dist.inputs.arrow_files import open_arrow
 from hsx_dist.inputs.rows import Row, read_rows
+from hsx_dist.inputs.tables import StoreFile, read_columns
+from tests.unit.growth import check_linear
 
 OWN = "hsx.test.unpickles"
 #: Ray Data's types whose metadata Ray unpickles if an environment variable is set, and its type whose values are
@@ -399,6 +403,27 @@ def test_a_uuid_is_text(tmp_path: Path, write: Write) -> None:
     path = write(tmp_path, pa.table({"text": ["a", "b"], "u": uuids}))
     rows = [row for row in read_rows(InputConfig(path=str(path), metadata=["u"])) if isinstance(row, Row)]
     assert [row.metadata for row in rows] == [{"u": str(values[0])}, {"u": None}]
+
+
+def test_the_metadata_of_fields_is_decoded_once(tmp_path: Path) -> None:
+    """Each look decodes all pairs of a field, so many batches of a field with many pairs took quadratic time."""
+
+    def make(n: int) -> Callable[[], object]:
+        schema = pa.schema([pa.field("text", pa.string(), metadata={f"{i}": "" for i in range(n)})])
+        path = tmp_path / "in.arrow"
+        with pa.ipc.new_stream(path, schema) as writer:
+            for _ in range(n):
+                writer.write_batch(pa.record_batch([["a"]], schema=schema))
+        data = path.read_bytes()
+
+        def read() -> None:
+            file = StoreFile(BytesIO(data), "x", None)
+            found = read_columns(file, "arrow", ["text"], ["text"], "x", 1 << 20, Allowance(), 0)
+            assert sum(map(len, found)) == n
+
+        return read
+
+    check_linear(make, 1000)
 
 
 def shared_schema(levels: int, fan: int, name: bytes = b"x", *, text: bool = True) -> bytes:
