@@ -163,12 +163,14 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
 def _check_chain(path: str, shown: str) -> None:
     """Raise ConfigError for a chain of URLs that fsspec does not open in bounded time and memory.
 
-    For a zip file in a zip file, fsspec reads the inner file's directory, through a member of any compression.
+    For a zip file in a zip file, fsspec reads the inner file's directory, through a member of any compression. Another
+    link before ``zip://`` hides the zip file from the checks of its members.
     """
     schemes = [link.partition("://")[0] for link in path.split("::")]
-    if schemes.count("zip") > 1 or not _UNBOUNDED.isdisjoint(schemes):
+    if "zip" in schemes[1:] or not _UNBOUNDED.isdisjoint(schemes):
         raise ConfigError(
-            f"input.path: expected a file of rows, or one in a zip file (zip://NAME::FILE.zip), got {shown}. Extract it"
+            "input.path: expected a file of rows, or one in a zip file whose zip:// is the first link "
+            f"(zip://NAME::FILE.zip), got {shown}. Extract it, or put a link such as simplecache:: after zip://NAME::"
         )
 
 

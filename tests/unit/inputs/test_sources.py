@@ -438,9 +438,18 @@ def test_a_local_path_behind_a_cache_is_refused(cache: str, tmp_path: Path) -> N
     for path in (tmp_path, tmp_path / "x.jsonl"):
         with pytest.raises(ConfigError, match="without a link such as simplecache:: before it"):
             read(f"{cache}::file://{path}")
+
+
+def test_a_link_before_zip_is_refused(tmp_path: Path) -> None:
+    """It would hide the zip file's members from the limits of their paths."""
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:
         file.writestr("rows.jsonl", '{"text": "t"}')
-    assert len(read(f"simplecache::zip://rows.jsonl::file://{tmp_path}/x.zip")) == 1
+        file.writestr("a/" * 256 + "x.jsonl", '{"text": "t"}')
+    for link in ("simplecache", "filecache", "blockcache", "dir", "simplecache::blockcache"):
+        with pytest.raises(ConfigError, match="whose zip:// is the first link"):
+            read(f"{link}::zip://rows.jsonl::file://{tmp_path}/x.zip")
+    with pytest.raises(ConfigError, match="at most 255 folders"):
+        read(f"zip://rows.jsonl::simplecache::file://{tmp_path}/x.zip")
 
 
 @pytest.mark.parametrize("chain", ["zip://inner.zip::", "tar://inner.zip::", "libarchive::", "tar::", "reference::"])
