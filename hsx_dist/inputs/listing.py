@@ -6,13 +6,14 @@ import json
 import posixpath
 import re
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from fnmatch import translate
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.zip import ZipFileSystem
-from fsspec.utils import glob_translate
 
 from hsx_dist.config import InputConfig, public_url
 from hsx_dist.errors import ConfigError
@@ -193,6 +194,29 @@ def _check_pattern(pattern: str, shown: str) -> None:
         )
 
 
+def _tests(steps: Sequence[str]) -> list[Callable[[str], object] | None]:
+    """Return a test of a name for each step of a glob, or None for ``**``.
+
+    Not by fsspec's or Python's translation of a whole glob: there a name of 250 bytes can take hours. For one step,
+    ``fnmatch`` never goes back to an earlier star.
+    """
+    # As in fsspec, ** at the end stands for one name or more, and * for a name that is not empty.
+    steps = [*steps, "*"] if steps[-1] == "**" else steps
+    return [None if s == "**" else re.compile(translate("?*" if s == "*" else s)).match for s in steps]
+
+
+def _is_match(tests: Sequence[Callable[[str], object] | None], path: str) -> bool:
+    names = path.split("/")
+    # How many names the steps so far may have matched.
+    counts: Sequence[int] = [0]
+    for test in tests:
+        if test is None:
+            counts = range(min(counts, default=len(names)), len(names))
+        else:
+            counts = [i + 1 for i in counts if i < len(names) and test(names[i])]
+    return len(names) in counts
+
+
 def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
     """Return the types of the files and folders below ``base`` that match a glob, by path.
 
@@ -205,7 +229,7 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
     steps = pattern.split("/")
     # Level i of the folders is compared with the first i steps, up to the first ``**``.
     plain = next((i for i, step in enumerate(steps) if "**" in step), len(steps))
-    matches = [re.compile(glob_translate("/".join(steps[: i + 1]))).match for i in range(len(steps))]
+    tests = _tests(steps)
     found, todo = dict[str, str](), [(base, 0)]
     while todo:
         folder, level = todo.pop()
@@ -221,8 +245,8 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
                 )
             if path in (folder, base) or path in found or name.rpartition("/")[2].startswith((".", "_")):
                 continue
-            is_folder, is_match = info["type"] == "directory", matches[-1](name) is not None
-            deeper = level >= plain or (level + 1 < len(steps) and matches[level](name) is not None)
+            is_folder, is_match = info["type"] == "directory", _is_match(tests, name)
+            deeper = level >= plain or (level + 1 < len(steps) and _is_match(tests[: level + 1], name))
             is_link = info.get("islink") or info["type"] not in ("file", "directory")
             # Not by fs.isdir, which is false after any error.
             if is_link and (is_match or deeper) and _kind_of_target(fs, path) == "directory":

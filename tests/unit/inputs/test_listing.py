@@ -6,9 +6,12 @@ import bz2
 import gzip
 import json
 import lzma
+import re
 import zipfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,9 +19,11 @@ import pytest
 import zstandard
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.zip import ZipFileSystem
+from fsspec.utils import glob_translate
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.inputs import listing, sources
+from tests.unit.growth import check_linear
 from tests.unit.inputs.test_sources import keys, lines, read, saved, table
 
 
@@ -271,6 +276,36 @@ def test_the_members_of_a_zip_file_are_not_listed_for_each_folder(
             lines(tmp_path / "in" / f"{i:02}" / "x.jsonl", "a")
     assert len(keys(f"zip://{pattern}::{_zipped(tmp_path / 'in', folders=True)}")) == 20
     assert len(listed) <= 2
+
+
+def test_globs_match_as_those_of_fsspec() -> None:
+    random = Random(0)
+
+    def text(letters: str, most: int) -> str:
+        return "/".join(
+            "".join(random.choices(letters, k=random.randint(1, most))) for _ in range(random.randint(1, 4))
+        )
+
+    matched = 0
+    for _ in range(2000):
+        # fsspec's [!a] matches a slash, too. Names in a folder have none.
+        steps = re.sub(r"\*\*+", "*", text("ab-.*?[]", 5)).split("/")
+        steps = [random.choice((step, step, "*", "**")) for step in steps]
+        of_fsspec = re.compile(glob_translate("/".join(steps))).match
+        tests = listing._tests(steps)
+        for name in (text("ab-.[", 3) for _ in range(20)):
+            matched += (match := of_fsspec(name) is not None)
+            assert listing._is_match(tests, name) == match, (steps, name)
+    assert matched > 2000
+
+
+@pytest.mark.parametrize("pattern", ["*-*-*-*-*.jsonl", "*[-]*?*-*-*.jsonl", "**/-/**/-/**/-/**/x"])
+def test_a_glob_takes_time_in_proportion_to_a_name(pattern: str) -> None:
+    def make(n: int) -> Callable[[], object]:
+        name = ("-/" if "/" in pattern else "-") * n
+        return lambda: listing._is_match(listing._tests(pattern.split("/")), f"b{name}z")
+
+    check_linear(make, 40)
 
 
 @pytest.mark.usefixtures("in_process")
