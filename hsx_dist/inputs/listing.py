@@ -32,9 +32,8 @@ from hsx_dist.inputs.sources import (
 
 #: Limit of the folders of a zip file's member, and of the characters of its path. All beginnings of a path are kept.
 _DEEPEST, _LONGEST_PATH = 255, 4096
-#: Limit of the characters of a file's or folder's name in a zip file, as of most file systems. A glob with several
-#: stars takes a power of this number of steps for a name.
-_LONGEST_NAME = 255
+#: Limit of the different folders of a zip file, for all members together and for each member.
+_FOLDERS, _FOLDERS_OF_MEMBER = 1000, 3
 #: Limit in bytes of a saved data set's list of its files.
 _LARGEST_LIST = 4 << 20
 
@@ -61,21 +60,25 @@ class _ZipFolders:
         #: The members of each folder. A name that is a file and a folder is there twice.
         self._members = defaultdict[str, list[dict[str, str]]](list)
         seen = set[tuple[str, str]]()
-        for member in fs.zip.infolist():
+        members = fs.zip.infolist()
+        for member in members:
             name, kind = member.filename.rstrip("/"), "directory" if member.is_dir() else "file"
-            steps = name.split("/")
-            longest = max(map(len, steps))
-            if len(steps) > _DEEPEST + 1 or len(name) > _LONGEST_PATH or longest > _LONGEST_NAME:
+            depth = name.count("/")
+            if depth > _DEEPEST or len(name) > _LONGEST_PATH:
                 raise ConfigError(
-                    f"input.path: expected a zip file whose paths have at most {_DEEPEST} folders, {_LONGEST_PATH} "
-                    f"characters, and {_LONGEST_NAME} in each name, got {len(steps) - 1} folders, {len(name)} "
-                    f"characters, and {longest} in a name. Write the zip file again"
+                    f"input.path: expected a zip file whose paths have at most {_DEEPEST} folders and {_LONGEST_PATH} "
+                    f"characters, got {depth} folders and {len(name)} characters. Write the zip file again"
                 )
             while name and (name, kind) not in seen:
                 seen.add((name, kind))
                 folder = name.rpartition("/")[0].rstrip("/")
                 self._members[folder].append({"name": name, "type": kind})
                 name, kind = folder, "directory"  # a zip file need not name its folders
+            if len(self._members) > _FOLDERS + _FOLDERS_OF_MEMBER * len(members):
+                raise ConfigError(
+                    f"input.path: expected a zip file with at most {_FOLDERS} folders and {_FOLDERS_OF_MEMBER} more "
+                    f"for each of {len(members)} members, got more. Write it again, with its folders as members"
+                )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fs, name)

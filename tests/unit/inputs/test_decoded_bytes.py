@@ -236,13 +236,13 @@ def test_nested_dictionaries_of_several_row_groups_are_read(tmp_path: Path, rows
 @pytest.mark.parametrize(
     ("name", "got"),
     [
-        ("a/" * 300 + "x.jsonl", "got 300 folders, 607 characters, and 7 in a name"),
-        (f"{'a' * 199}/" * 21 + "x.jsonl", "got 21 folders, 4207 characters, and 199 in a name"),
-        ("data" + "-of-" * 15_000, "got 0 folders, 60004 characters, and 60004 in a name"),
+        ("a/" * 300 + "x.jsonl", "got 300 folders and 607 characters"),
+        (f"{'a' * 199}/" * 21 + "x.jsonl", "got 21 folders and 4207 characters"),
+        ("data" + "-of-" * 15_000, "got 0 folders and 60004 characters"),
     ],
 )
 def test_a_zip_file_with_very_long_names_is_refused(tmp_path: Path, name: str, got: str) -> None:
-    """All beginnings of a path are kept: a path of 65 KB would take 1 GiB. A glob would take hours for a long name."""
+    """All beginnings of a path are kept: a path of 65 KB would take 1 GiB."""
     path = tmp_path / "rows.zip"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(name, '{"text": "a"}')

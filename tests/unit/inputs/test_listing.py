@@ -278,6 +278,22 @@ def test_the_members_of_a_zip_file_are_not_listed_for_each_folder(
     assert len(listed) <= 2
 
 
+@pytest.mark.usefixtures("in_process")
+def test_a_zip_file_with_few_members_has_few_folders(tmp_path: Path) -> None:
+    """Each folder takes as much memory as a member: a directory of 1 MiB could name 470,000 folders."""
+
+    def path(folders: int, members: int) -> str:
+        with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+            for i in range(members):
+                file.writestr(f"{i}/" + "a/" * (folders - 1) + "x.jsonl", '{"text": "a"}')
+        return f"zip://**::{tmp_path}/a.zip"
+
+    with pytest.raises(ConfigError, match="at most 1000 folders and 3 more for each of 5 members, got more"):
+        read(path(250, 5))
+    assert len(keys(path(250, 4))) == 4
+    assert len(keys(path(3, 500))) == 500
+
+
 def test_globs_match_as_those_of_fsspec() -> None:
     random = Random(0)
 
