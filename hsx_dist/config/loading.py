@@ -22,8 +22,8 @@ from hsx_dist.errors import ConfigError
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 #: Text of the file in PyYAML's messages, which may be a credential. Single characters and token names are none.
 _QUOTED = re.compile(r"""(['"])(?!<[a-z ]+>\1|\\?.\1).*""", re.DOTALL)
-#: Characters of a file or an override. PyYAML takes seconds for this many.
-_MAX_LENGTH = 1 << 20
+#: Characters of a file or an override. PyYAML takes up to 370 bytes for each.
+_MAX_LENGTH = 1 << 18
 #: Characters of a number. Python takes quadratic time for a long one.
 _MAX_NUMBER = 100
 #: Characters that the aliases of one text may stand for.

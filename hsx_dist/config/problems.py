@@ -19,6 +19,8 @@ _EXPECTED = {
     "byte_size": "a number of bytes, such as 67108864 or 64MiB",
     "byte_size_unit": "a number of bytes, such as 67108864 or 64MiB",
 }
+#: Problems of a configuration that an error names. A line may name all settings.
+MOST_PROBLEMS = 20
 _NEVER_SHOWN = frozenset({"storage_options", "env"})
 
 
@@ -27,8 +29,10 @@ def config_error(error: ValidationError, model: type[BaseModel], *, hidden: Coll
 
     ``hidden``: values of ``${env:NAME}``, which no message may contain.
     """
-    lines = [line for problem in error.errors() for line in _lines(problem, model, hidden)]
-    return ConfigError("\n".join(dict.fromkeys(map(redact_text, lines))))
+    problems = error.errors()
+    lines = [line for problem in problems[:MOST_PROBLEMS] for line in _lines(problem, model, hidden)]
+    more = [f"… and {len(problems) - MOST_PROBLEMS} more problems"] if len(problems) > MOST_PROBLEMS else []
+    return ConfigError("\n".join([*dict.fromkeys(map(redact_text, lines)), *more]))
 
 
 def _lines(problem: Any, model: type[BaseModel], hidden: Collection[str]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from hsx_dist.format.description import (
     Tensor,
     plain_description,
 )
-from hsx_dist.format.json_objects import check_containers, parse_json, shown
+from hsx_dist.format.json_objects import STRING, check_containers, parse_json, shown
 
 #: The largest tensor begins at a multiple of this, so that mapped memory and direct disk I/O need no copy to align it.
 _PAGE_BYTES = 4096
@@ -27,7 +27,7 @@ _FEW, _BYTES_OF_A_CONTAINER = 64, 16
 _OF_TENSOR = ("dtype", "shape", "data_offsets")
 #: The same members as our writer writes them. In JSON, these texts are nothing else.
 _WRITTEN = (b'{"dtype":', b',"shape":', b',"data_offsets":')
-_DESCRIPTION, _AFTER_DESCRIPTION = b'"hsx":"', b'","hsx_crc32c":"'
+_DESCRIPTION = b'"hsx":"'
 #: Parts with less data are not aligned to a page, as the padding would be too large a share.
 _WORTH_A_PAGE = 1 << 20
 
@@ -108,16 +108,15 @@ def _check_containers(body: bytes) -> None:
     bytes, and one member besides ``_OF_TENSOR``."""
     most = _FEW + len(body) // _BYTES_OF_A_CONTAINER
     # Quick for a part of our own: brackets and colons in the description, which is a string, do not count.
-    begin, end = body.find(_DESCRIPTION), body.find(_AFTER_DESCRIPTION)
-    if 0 <= begin < end:
-        begin += len(_DESCRIPTION)
-        if body.count(b'"', begin, end) == body.count(b'\\"', begin, end):
+    found = body.find(_DESCRIPTION)
+    if found >= 0 and (text := STRING.match(body, found + len(_DESCRIPTION) - 1)) is not None:
+        begin, end = text.span()
 
-            def outside(*texts: bytes) -> int:
-                return sum(body.count(b, 0, begin) + body.count(b, end) for b in texts)
+        def outside(*texts: bytes) -> int:
+            return sum(body.count(b, 0, begin) + body.count(b, end) for b in texts)
 
-            if outside(b"[", b"{") <= most and outside(b":") - outside(*_WRITTEN) <= most:
-                return
+        if outside(b"[", b"{") <= most and outside(b":") - outside(*_WRITTEN) <= most:
+            return
     check_containers(body, most, "header", besides=_OF_TENSOR)
 
 

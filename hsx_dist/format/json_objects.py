@@ -74,6 +74,8 @@ def json_decoder(*, floats: bool, constants: bool = False) -> json.JSONDecoder:
     return json.JSONDecoder(object_pairs_hook=unique, parse_constant=parse_constant, parse_float=parse_float)
 
 
+#: A string of a JSON text.
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 #: A string, which may lack its end, or a bracket. It matches at each quote: a search from each quote of a long string
 #: without end would take quadratic time. Repetitions are possessive (``*+``): for others ``re`` keeps 110 bytes each.
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)

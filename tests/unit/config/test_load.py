@@ -188,7 +188,7 @@ def test_keyword_arguments_for_other_libraries_are_not_changed() -> None:
         (f"task_rows: 0x{'f' * 5000}\n", "a number of more than 100 characters"),
         (f"engine_kwargs: {{a: 1.{'0' * 5000}}}\n", "a number of more than 100 characters"),
         (f"engine_kwargs: {{{1 << 64}: 1}}\n", "an integer of more than 64 bits"),
-        ("#" * ((1 << 20) + 1), "expected at most 1,048,576 characters of YAML, got more"),
+        ("#" * ((1 << 18) + 1), "expected at most 262,144 characters of YAML, got more"),
         ("[" * 3000, "expected YAML"),
         ("? {a: b}\n: c\n", "expected YAML"),
         (ALIASES, "line 5, column 55 expected YAML, got: aliases of more than 100,000 characters"),

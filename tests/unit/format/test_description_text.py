@@ -135,7 +135,8 @@ def test_a_table_of_very_many_tensors_has_few_members(separators: tuple[str, str
 def test_a_header_with_more_lists_than_its_tensors_need_is_refused() -> None:
     many = ",".join(['{"":0}'] * 100_000)
     own = f'{{"__metadata__":{{"format":"hsx/1","hsx":"a","hsx_crc32c":"00000000"}},"x":[{many}]}}'
-    for body in (f'{{"x":[{many}]}}', own, own.replace('"a"', '"a\\\\"')):
+    after = '[{"hsx":"\\\\"},' + "[]," * 100_000 + '","hsx_crc32c":"'  # the description ends before the lists
+    for body in (f'{{"x":[{many}]}}', own, own.replace('"a"', '"a\\\\"'), after):
         with pytest.raises(FormatError, match=r"header: expected at most \d+ lists and objects, got more"):
             parse_header(body.encode(), 0)
 
