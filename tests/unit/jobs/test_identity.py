@@ -110,6 +110,15 @@ def test_a_stored_row_that_is_unreadable_now(label: str, key: str) -> None:
         count_rows(place, lambda: iter([refused]), load_manifest(place.store))
 
 
+def test_an_unreadable_row_of_a_file_is_found_after_rows_were_added_before_it() -> None:
+    place = start_run(MemoryStore(), {})
+    sample = random_sample("b:00000000", 3)
+    RunWriter(place.root).put([(sample, replace(sample.segments()[0], content="0" * 16, row=1), None)])
+    refused = RowFate("b#00000000", 2, "refused", "expected a JSON object", 0)
+    with pytest.raises(RunMismatch, match=r"got row 2 .* which is refused now"):
+        count_rows(place, lambda: iter([refused]), load_manifest(place.store))
+
+
 @pytest.mark.parametrize("bad", [None, {"id": 1, "text": "again"}, {"id": "#00000002", "text": "x"}])
 def test_an_unreadable_row_does_not_claim_the_sample_of_another_row_whose_id_is_a_number(bad: Any) -> None:
     prompts = [{"id": 1, "text": "a"}, {"id": 2, "text": "b"}, bad, {"id": 3, "text": "c"}]
