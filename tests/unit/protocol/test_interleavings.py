@@ -35,6 +35,9 @@ class Inline:
     def map(self, call: Callable[..., Any], *items: Any) -> Iterator[Any]:
         return map(call, *items)
 
+    def shutdown(self, **_: object) -> None:
+        pass
+
 
 class Clock:
     """Replaces ``datetime``. Time decides nothing, and must be equal in each run."""
