@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hsx_dist.config import InputConfig
-from hsx_dist.errors import FormatError, InputError
+from hsx_dist.errors import InputError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.names import MAX_KEY
 from hsx_dist.inputs.content import CONTENT_CHECKS, as_messages, as_tools, given_tools, json_metadata, mask_of
 from hsx_dist.inputs.listing import find_input
 from hsx_dist.inputs.reader import read_in_child
 from hsx_dist.inputs.records import RecordBatch, read_batches
+from hsx_dist.inputs.refused import RefusedRows
 from hsx_dist.inputs.row_cost import cost_of_json, memory_of, most_cost
 from hsx_dist.inputs.row_values import is_unicode, kind_of, row_json, shown
 from hsx_dist.inputs.tables import Unreadable
@@ -28,11 +28,6 @@ log = get_logger(__name__)
 _FIELDS = ("text", "messages", "token_ids", "id", "tools", "loss_mask")
 #: After this many rows a field that a setting names, and that no row has, is warned of.
 _WITHOUT_FIELD = 1000
-#: Refused rows that an input may have, and how many more for each usable row. Each takes about 500 bytes of the driver.
-_FREE_REFUSED, _REFUSED_A_ROW = 1_000_000, 10
-#: Bytes in memory of the keys and reasons of refused rows, for each refused row that an input may have. The key begins
-#: with its file's name, so a long name in a small zip file would fill the driver's memory.
-_BYTES_OF_REFUSED = 384
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +134,7 @@ def _as_record(prompt: Any, config: InputConfig) -> Any:
 def _rows(batches: Iterator[RecordBatch], config: InputConfig, opened: RecordBatch) -> Iterator[Row | RowFate]:
     choice = _Choice(config)
     check = _RowCheck(config, list(opened.labels))
-    row, refused, usable, held = -1, 0, 0, 0
+    row, refused, usable = -1, RefusedRows(), 0
     if choice.ended():
         return
     for source in batches:
@@ -157,15 +152,10 @@ def _rows(batches: Iterator[RecordBatch], config: InputConfig, opened: RecordBat
             if isinstance(judged, Row):
                 usable += 1
             else:
-                refused += 1
-                held += sys.getsizeof(judged.key) + sys.getsizeof(judged.reason)
-                most = _FREE_REFUSED + _REFUSED_A_ROW * usable
-                if refused > most or held > _BYTES_OF_REFUSED * most:
-                    raise FormatError(
-                        f"expected rows that can be used, got {refused} refused rows ({held} bytes of keys and "
-                        f"reasons) and {usable} usable rows up to row {number} of {source.label or 'the input'}. The "
-                        f"last: {judged.reason}. Correct the input, or input.format and the names of its columns"
-                    )
+                refused.add(judged)
+                where = f"up to row {number} of {source.label or 'the input'}"
+                if (excess := refused.excess(usable, where)) is not None:
+                    raise excess
             yield judged
             if choice.ended():
                 check.warn_of_missing()

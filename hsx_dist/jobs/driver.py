@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Literal
 
-from hsx_dist.errors import EngineError, Fenced, StoreError
+from hsx_dist.errors import EngineError, Fenced, FormatError, StoreError
 from hsx_dist.fleet.base import (
     MAX_FAILURES,
     Draining,
@@ -106,6 +106,7 @@ class Driver:
         progress.meter.watch("oldest_task_seconds", self._oldest_task)
         self._fenced = threading.Event()
         self._why_fenced = ""
+        self._excess: FormatError | None = None  # ends the run: too many rows are refused
         #: Why the run ended before its last row. Empty if it did not.
         self.ended = ""
 
@@ -134,6 +135,7 @@ class Driver:
         Raises:
             EngineError: no replica is left and none can be started.
             Fenced: a newer attempt took the run over.
+            FormatError: too many rows have no sample. The outcomes so far are stored.
             StoreError: the store refuses all puts (credentials, bucket).
         """
         if ended := self._verdict().ended:
@@ -166,6 +168,8 @@ class Driver:
             self._report_waiting()
             self._progress.show(running=sum(len(t.rows) for ts in self._ready.values() for t in ts))
         self._ledger.flush()
+        if self._excess is not None:
+            raise self._excess
 
     # -- handing out ---------------------------------------------------------------------------------------------
 
@@ -285,6 +289,10 @@ class Driver:
         self._progress.ended(fate.fate)
         about = {"key": fate.key, "row": fate.row}
         log.info("row %s (%s) %s: %s", fate.row, fate.key, fate.fate, fate.reason, extra=about)
+        usable = len(self._manifest.samples) + len(self._shipped)  # a replica has computed the shipped ones
+        self._excess = self._excess or self._ledger.excess(usable)
+        if self._excess is not None:
+            self.stop("refused rows")
 
     # -- events of the fleet -------------------------------------------------------------------------------------
 

@@ -6,10 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import chain
 
+from hsx_dist.errors import FormatError
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate
 from hsx_dist.format.receipt_log import ReceiptLog, new_receipts
 from hsx_dist.format.runs import DRIVER
+from hsx_dist.inputs.refused import RefusedRows
 from hsx_dist.store import Store
 
 #: Limit of the names in one receipt. The receipt then stays far below the largest that readers accept.
@@ -30,6 +33,7 @@ class RowLedger:
         self._rows: list[RowFate] = []
         self._batch = batch
         self._since = 0.0
+        self._refused = RefusedRows(chain(manifest.refused.values(), manifest.failed.values()))
 
     def add(self, fate: RowFate) -> None:
         """Add a row's outcome. It is stored in the next batch, or at once if it is ``poison``: to find out again would
@@ -37,8 +41,18 @@ class RowLedger:
         if not self._rows:
             self._since = time.monotonic()
         self._rows.append(fate)
+        known = fate.key in self._manifest.refused or fate.key in self._manifest.failed
+        if fate.fate != "withdrawn" and not known:
+            self._refused.add(fate)
         if len(self._rows) >= self._batch or fate.fate == "poison":
             self.flush()
+
+    def excess(self, usable: int) -> FormatError | None:
+        """The error of a run with too many rows without a sample, for ``usable`` others. ``None`` within the limits.
+
+        The reader cannot count the rows that a replica refuses.
+        """
+        return self._refused.excess(usable, "so far (failed rows count as refused)")
 
     def flush_old(self) -> None:
         """Store a batch that is old enough."""

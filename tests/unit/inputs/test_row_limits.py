@@ -26,7 +26,7 @@ import zstandard
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.inputs import allowance, decompress, rows
+from hsx_dist.inputs import allowance, decompress, refused
 from hsx_dist.inputs.content import as_messages, as_tools
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.inputs.row_cost import cost_of_columns, cost_of_json, most_cost
@@ -414,7 +414,7 @@ def test_a_zip_file_that_claims_a_large_member_gets_no_higher_limit(
 )
 def test_refused_rows_without_end_end_the_input(tmp_path: Path, unit: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row is an entry in the driver's ledger, and costs the file's author nothing."""
-    monkeypatch.setattr(rows, "_FREE_REFUSED", 100)
+    monkeypatch.setattr(refused, "FREE_ROWS", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(unit * 1000)
     found: list[Row | RowFate] = []
@@ -427,7 +427,7 @@ def test_refused_rows_without_end_end_the_input(tmp_path: Path, unit: bytes, mon
 
 def test_refused_rows_with_long_keys_end_the_input_earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each key begins with the file's path, which a zip file of 16 KB gives to each row."""
-    monkeypatch.setattr(rows, "_FREE_REFUSED", 100)
+    monkeypatch.setattr(refused, "FREE_ROWS", 100)
     path = tmp_path / "a.zip"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(f"{'a' * 200}/" * 15 + "a.jsonl", b"{}\n" * 99)

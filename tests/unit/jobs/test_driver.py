@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from hsx_dist.errors import EngineError, Fenced, StoreError
+from hsx_dist.errors import EngineError, Fenced, FormatError, StoreError
 from hsx_dist.fleet.base import (
     MAX_FAILURES,
     Draining,
@@ -25,6 +25,7 @@ from hsx_dist.fleet.tasks import TaskResult
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
 from hsx_dist.format.names import part_name
 from hsx_dist.format.runs import load_manifest, take_attempt
+from hsx_dist.inputs import refused
 from hsx_dist.inputs.rows import Row
 from hsx_dist.jobs.driver import Driver
 from hsx_dist.jobs.ledger import RowLedger
@@ -305,6 +306,64 @@ def test_skipped_rows_are_tried_and_then_failed_refused_ones_are_not_tried_again
 def test_fates_of_rows_are_receipts_that_a_later_attempt_reads(ledger, tmp_path):
     drive(LossyFleet(), [RowFate(f"bad{i}", i, "refused", "why", 0) for i in range(2500)], ledger)
     assert len(load_manifest(LocalStore(tmp_path)).refused) == 2500
+
+
+def bad(task):
+    return "refuse" if "bad" in task.rows[0].key else "fine"
+
+
+def bad_rows(n, key="bad"):
+    return [Row(f"{key}{i}", 1000 + i, text="x") for i in range(n)]
+
+
+@pytest.mark.parametrize(("key", "most"), [("bad", 60), ("bad" + "😀" * 1000, 5)])
+def test_rows_that_replicas_refuse_end_the_run_at_the_limit_and_all_outcomes_are_stored(
+    ledger, tmp_path, monkeypatch, key, most
+):
+    """The reader counts such rows as usable. Each is an entry in the driver's memory."""
+    monkeypatch.setattr(refused, "FREE_ROWS", 20)
+    fleet, source = LossyFleet(bad, replicas=1), iter([*rows(4), *bad_rows(1000, key)])
+    driver = Driver(fleet, ledger._manifest, ledger, Progress(1004), task_rows=1, max_tries=3)
+    with pytest.raises(FormatError, match=r"got \d+ refused rows \(\d+ bytes.*The last: too long"):
+        driver.run(source)
+    assert len(ledger._manifest.samples) == 4
+    stored = load_manifest(LocalStore(tmp_path)).refused
+    assert most < len(stored) <= most + 5
+    assert len(list(source)) > 900
+    assert driver.ended == "refused rows"
+
+
+def test_failed_rows_count_as_refused_ones(ledger, monkeypatch):
+    monkeypatch.setattr(refused, "FREE_ROWS", 20)
+    with pytest.raises(FormatError, match="The last: aborted"):
+        drive(LossyFleet(lambda _: "skip"), rows(50), ledger, max_tries=1)
+
+
+def test_each_stored_row_allows_more_refused_rows(ledger, monkeypatch):
+    monkeypatch.setattr(refused, "FREE_ROWS", 20)
+    items = [*rows(8), *bad_rows(100)]
+    manifest = drive(LossyFleet(bad, replicas=1), items, ledger)
+    assert (len(manifest.samples), len(manifest.refused)) == (8, 100)
+    more = bad_rows(1000, "bad-")
+    with pytest.raises(FormatError, match="8 usable rows so far"):
+        drive(LossyFleet(bad, replicas=1), more, ledger)
+
+
+def test_a_resume_counts_the_runs_refused_rows_and_goes_on_with_a_corrected_input(tmp_path, monkeypatch):
+    monkeypatch.setattr(refused, "FREE_ROWS", 200)  # and two more rows in each resume
+    store = LocalStore(tmp_path)
+    counts = []
+    for key in ("bad", "more bad"):
+        ledger = RowLedger(store, take_attempt(store, {}), load_manifest(store))
+        with pytest.raises(FormatError, match="expected rows that can be used"):
+            drive(LossyFleet(bad, replicas=1), bad_rows(1000, key), ledger, task_rows=1)
+        counts.append(len(load_manifest(store).refused))
+    assert 200 < counts[0] < counts[1] < counts[0] + 8
+    ledger = RowLedger(store, take_attempt(store, {}), load_manifest(store))
+    # A row that is refused again is no new entry.
+    corrected = [*bad_rows(4), *bad_rows(2, "other bad"), *rows(40), *bad_rows(60, "last bad")]
+    manifest = drive(LossyFleet(bad, replicas=1), corrected, ledger, task_rows=2)
+    assert (len(manifest.samples), len(manifest.refused)) == (40, counts[1] + 62)
 
 
 def test_without_any_replica_the_run_ends_with_the_reason(ledger):
