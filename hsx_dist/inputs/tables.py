@@ -23,6 +23,7 @@ from hsx_dist.inputs.arrow_files import (
 )
 from hsx_dist.inputs.maps import with_objects
 from hsx_dist.inputs.row_cost import cost_of_columns
+from hsx_dist.inputs.times import CHANGED_TIME, rows_of_changed_times
 from hsx_dist.text import bounded
 
 #: The first version of pyarrow with ``arrow_extensions_enabled``. Its memory pool returns the sum of all allocations.
@@ -192,16 +193,14 @@ def _first_line(error: BaseException) -> str:
 def _check(column: Any) -> None:
     """Check a column's offsets and lengths, which Arrow does not check when it reads a file.
 
-    Accepts text that is not UTF-8: only the row with this text is refused, later.
+    Accepts values that their type forbids, such as text that is not UTF-8: only their rows are refused, later.
     """
     import pyarrow as pa
 
     try:
         column.validate(full=True)
-    except pa.ArrowInvalid as e:
-        if "Invalid UTF8" not in str(e):
-            raise
-        column.view(_as_bytes(column.type)).validate(full=True)
+    except pa.ArrowInvalid:
+        column.view(_with_any_value(column.type)).validate(full=True)
 
 
 def _new_part(column: Any, known: dict[str, Any], name: str) -> Any:
@@ -224,26 +223,42 @@ def _memory(values: Any) -> tuple[int, list[tuple[int, int] | None]]:
     return len(values), [None if buffer is None else (buffer.address, buffer.size) for buffer in values.buffers()]
 
 
-def _as_bytes(kind: Any) -> Any:
-    """Return the Arrow type with binary in the place of text."""
+def _with_any_value(kind: Any) -> Any:
+    """Return the Arrow type of the same layout that permits each value: binary for text, integers for dates."""
     import pyarrow as pa
+
+    def inside(field: Any) -> Any:
+        return field.with_type(_with_any_value(field.type))
 
     types = pa.types
     if types.is_string(kind) or types.is_string_view(kind):
         return pa.binary() if types.is_string(kind) else pa.binary_view()
     if types.is_large_string(kind):
         return pa.large_binary()
+    if types.is_time(kind) or types.is_date(kind):
+        return pa.int32() if kind.bit_width == 32 else pa.int64()
+    if types.is_decimal(kind):
+        return pa.binary(kind.byte_width)
     if types.is_struct(kind):
-        return pa.struct([kind.field(i).with_type(_as_bytes(kind.field(i).type)) for i in range(kind.num_fields)])
+        return pa.struct([inside(field) for field in kind])
+    if types.is_union(kind):
+        return pa.union([inside(field) for field in kind], kind.mode, kind.type_codes)
     if types.is_map(kind):
-        return pa.map_(_as_bytes(kind.key_type), _as_bytes(kind.item_type))
+        return pa.map_(inside(kind.key_field), inside(kind.item_field), kind.keys_sorted)
     if types.is_dictionary(kind):
-        return pa.dictionary(kind.index_type, _as_bytes(kind.value_type), kind.ordered)
-    for is_kind, make in ((types.is_list, pa.list_), (types.is_large_list, pa.large_list)):
-        if is_kind(kind):
-            return make(kind.value_field.with_type(_as_bytes(kind.value_type)))
+        return pa.dictionary(kind.index_type, _with_any_value(kind.value_type), kind.ordered)
+    if types.is_run_end_encoded(kind):
+        return pa.run_end_encoded(kind.run_end_type, _with_any_value(kind.value_type))
     if types.is_fixed_size_list(kind):
-        return pa.list_(kind.value_field.with_type(_as_bytes(kind.value_type)), kind.list_size)
+        return pa.list_(inside(kind.value_field), kind.list_size)
+    for is_kind, make in (
+        (types.is_list, pa.list_),
+        (types.is_large_list, pa.large_list),
+        (types.is_list_view, pa.list_view),
+        (types.is_large_list_view, pa.large_list_view),
+    ):
+        if is_kind(kind):
+            return make(inside(kind.value_field))
     return kind
 
 
@@ -339,8 +354,8 @@ def _chosen(there: list[str], columns: Sequence[str], needed: Sequence[str], sho
 def _records(batch: Any) -> list[Any]:
     """Return the rows of a record batch as mappings, and maps as mappings.
 
-    A row without Python values becomes ``Unreadable``. It has a date after the year 9999, a text that is not UTF-8,
-    nanoseconds, a map with a key twice, or a deeply nested type.
+    A row without Python values becomes ``Unreadable``. It has a date after the year 9999, text that is not UTF-8,
+    nanoseconds, a changed time, a map with a key twice, or a deeply nested type.
     """
     try:
         found: list[Any] = batch.to_pylist()
@@ -348,6 +363,8 @@ def _records(batch: Any) -> list[Any]:
             if (convert := with_objects(kind)) is not None:
                 for row in found:
                     row[name] = convert(row[name])
+        for i in rows_of_changed_times(batch):
+            found[i] = Unreadable(CHANGED_TIME)
         return found
     except Exception as e:  # noqa: BLE001 (each type of Arrow has its own)
         if batch.num_rows == 1:

@@ -1,0 +1,121 @@
+"""A value of a table that its type forbids ends no input: its row is refused, or has this value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import FormatError
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs.rows import Row, read_rows
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+DAY = 86_400
+PLACES = pa.array([0, 1, 2], pa.int32())
+OFFSETS = pa.array([0, 1, 2, 3], pa.int32())
+ONES = pa.array([1, 1, 1], pa.int32())
+KEYS = pa.array(["k", "k", "k"])
+
+
+def _numbers(kind: Any, values: list[int], number: str) -> Any:
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.array(values, number))])
+
+
+def _run_ends(values: Any) -> Any:
+    # from_arrays would refuse the values
+    kind = pa.run_end_encoded(pa.int32(), values.type)
+    return pa.Array.from_buffers(kind, 3, [None], children=[pa.array([1, 2, 3], pa.int32()), values])
+
+
+NESTED: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda x: x,
+    "list": lambda x: pa.ListArray.from_arrays(OFFSETS, x),
+    "large_list": lambda x: pa.LargeListArray.from_arrays(OFFSETS.cast(pa.int64()), x),
+    "list_view": lambda x: pa.ListViewArray.from_arrays(PLACES, ONES, x),
+    "large_list_view": lambda x: pa.LargeListViewArray.from_arrays(PLACES.cast(pa.int64()), ONES.cast(pa.int64()), x),
+    "fixed_size_list": lambda x: pa.FixedSizeListArray.from_arrays(x, 1),
+    "struct": lambda x: pa.StructArray.from_arrays([KEYS, x], ["a", "b"]),
+    "map": lambda x: pa.MapArray.from_arrays(OFFSETS, KEYS, x),
+    "sparse_union": lambda x: pa.UnionArray.from_sparse(pa.array([0, 0, 0], pa.int8()), [x]),
+    "dense_union": lambda x: pa.UnionArray.from_dense(pa.array([0, 0, 0], pa.int8()), PLACES, [x]),
+    "dictionary": lambda x: pa.DictionaryArray.from_arrays(PLACES, x),
+    "run_end_encoded": _run_ends,
+    "list of structs": lambda x: pa.ListArray.from_arrays(OFFSETS, pa.StructArray.from_arrays([x], ["a"])),
+    "list of run_end_encoded": lambda x: pa.ListArray.from_arrays(OFFSETS, _run_ends(x)),
+}
+PARQUET = ["plain", "list", "large_list", "fixed_size_list", "struct", "map", "dictionary", "list of structs"]
+#: Each has one bad value, in the middle.
+VALUES = {
+    "time of 24:00": _numbers(pa.time64("us"), [0, DAY * 10**6, DAY * 10**6 - 1], "i8"),
+    "negative time": _numbers(pa.time32("s"), [0, -1, DAY - 1], "i4"),
+    "date with a time": _numbers(pa.date64(), [0, 1, DAY * 1000], "i8"),
+    "text": pa.Array.from_buffers(pa.string(), 3, [None, OFFSETS.buffers()[1], pa.py_buffer(b"a\xffc")]),
+}
+
+
+def _read(path: Path, column: Any) -> list[Row | RowFate]:
+    table = pa.table({"text": ["a", "b", "c"], "extra": column})
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        feather.write_feather(table, path, "uncompressed")
+    return list(read_rows(InputConfig(path=str(path), metadata=["extra"])))
+
+
+@pytest.mark.parametrize(
+    ("form", "nested", "value"),
+    [
+        *(("arrow", nested, value) for nested in NESTED for value in VALUES),
+        # Parquet's dates are days
+        *(("parquet", nested, value) for nested in PARQUET for value in VALUES if value != "date with a time"),
+    ],
+)
+def test_only_the_row_of_a_bad_value_is_refused(tmp_path: Path, form: str, nested: str, value: str) -> None:
+    first, second, third = _read(tmp_path / f"in.{form}", NESTED[nested](VALUES[value]))
+    assert isinstance(first, Row)
+    assert isinstance(third, Row)
+    assert isinstance(second, RowFate)
+    expected = "cannot be read (UnicodeDecodeError)" if value == "text" else "expected times from 00:00 to before 24:00"
+    assert expected in second.reason
+
+
+@pytest.mark.parametrize("nested", NESTED)
+@pytest.mark.parametrize("kind", [pa.decimal32(3), pa.decimal64(3), pa.decimal128(3), pa.decimal256(3)], ids=str)
+def test_a_decimal_above_its_precision_is_kept(tmp_path: Path, nested: str, kind: Any) -> None:
+    numbers = b"".join(n.to_bytes(kind.byte_width, "little") for n in (1, 12345, 2))
+    column = NESTED[nested](pa.Array.from_buffers(kind, 3, [None, pa.py_buffer(numbers)]))
+    rows = _read(tmp_path / "in.arrow", column)
+    assert ["12345" in str(row.metadata) for row in rows if isinstance(row, Row)] == [False, True, False]
+
+
+def test_null_times_are_no_bad_values(tmp_path: Path) -> None:
+    kind = pa.struct([("a", pa.list_(pa.time64("us")))])
+    rows = _read(tmp_path / "in.parquet", pa.array([None, {"a": None}, {"a": [None]}], kind))
+    found = [row.metadata["extra"] for row in rows if isinstance(row, Row)]
+    assert found == [None, {"a": None}, {"a": [None]}]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_wrong_offsets_next_to_a_bad_value_end_the_input(tmp_path: Path, value: str) -> None:
+    values = VALUES[value]
+    wrong = pa.py_buffer(np.array([0, 9, 2, 3], "i4"))
+    column = pa.Array.from_buffers(pa.list_(values.type), 3, [None, wrong], children=[values])
+    with pytest.raises(FormatError, match="to be a whole arrow file"):
+        _read(tmp_path / "in.arrow", column)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_wrong_references_next_to_a_bad_value_end_the_input(tmp_path: Path, value: str) -> None:
+    wrong = pa.array([0, 1, 9], pa.int32())
+    column = pa.DictionaryArray.from_arrays(wrong, VALUES[value], safe=False)
+    with pytest.raises(FormatError, match="to be a whole arrow file"):
+        _read(tmp_path / "in.arrow", column)
