@@ -20,6 +20,9 @@ _NAME = b"ARROW:extension:name"
 _CANONICAL = ("bool8", "fixed_shape_tensor", "json", "opaque", "parquet.variant", "uuid", "variable_shape_tensor")
 _ARROW_MAGIC = b"ARROW1"
 _CONTINUES, _ENDS = b"\xff\xff\xff\xff", b"\0\0\0\0"
+#: Types of the requested columns of a file, also nested ones. Each batch, and each value of some types, takes time for
+#: all of them, also if no value has them.
+_MOST_TYPES = 4096
 #: Bytes of a column that are read at once.
 _BUFFER = 1 << 20
 
@@ -82,23 +85,36 @@ def _whole_stream(file: io.RawIOBase, opened: Any) -> Iterator[Any]:
         raise pa.ArrowInvalid(f"expected one stream that ends with its end-of-stream mark, got {got}")
 
 
-def refuse_json(schema: Any) -> None:
-    """Raise FormatError if a field of a schema has Arrow's type ``arrow.json`` (``Json`` of Hugging Face's datasets).
+def check_fields(schema: Any) -> None:
+    """Raise FormatError if a schema has too many types, or a field of Arrow's type ``arrow.json``.
 
-    Its storage is JSON text: the text ``plain`` would become the prompt ``"plain"``, with quotes.
+    Hugging Face's datasets call that type ``Json``. Its storage is JSON text: the text ``plain`` would become the
+    prompt ``"plain"``, with quotes.
     """
-    import pyarrow as pa
-
-    todo = [(field, field.name) for field in schema]
-    while todo:
+    todo, types = [(field, field.name) for field in schema], len(schema)
+    while todo and types <= _MOST_TYPES:
         field, name = todo.pop()
         if (field.metadata or {}).get(_NAME) == b"arrow.json":
             raise _json_in(name, "Arrow's type arrow.json")
-        kind = field.type
-        inner = [kind.key_field, kind.item_field] if pa.types.is_map(kind) else []
-        if not inner and kind.num_fields:
-            inner = [kind.field(i) for i in range(kind.num_fields)]
+        inner = _fields(field.type)
+        types += len(inner)
         todo += [(f, f"{name}.{f.name}") for f in inner]
+    if types > _MOST_TYPES:
+        raise FormatError(
+            f"expected requested columns of at most {_MOST_TYPES} types, with those in structures, lists and maps, got "
+            "more. Request fewer columns, or store wide structures as JSON text"
+        )
+
+
+def _fields(kind: Any) -> list[Any]:
+    """Return the fields in an Arrow type, without those in their types. A dictionary's values count as a field."""
+    import pyarrow as pa
+
+    if pa.types.is_map(kind):
+        return [kind.key_field, kind.item_field]
+    if pa.types.is_dictionary(kind):
+        return [pa.field("values", kind.value_type)]
+    return [kind.field(i) for i in range(kind.num_fields)]
 
 
 def refuse_parquet_json(leaves: Iterable[Any]) -> None:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _Converter = Callable[[Any], Any]
+#: Converts values of columns, by their names.
+Converters = Mapping[str, _Converter]
 
 
-def with_objects(kind: Any) -> _Converter | None:
+def converters(schema: Any) -> Converters:
+    """Return a function for each column with maps. It converts a Python value of the column, or raises TypeError."""
+    found = {field.name: _column(field.type) for field in schema}
+    return {name: convert for name, convert in found.items() if convert is not None}
+
+
+def _column(kind: Any) -> _Converter | None:
+    try:
+        return _with_objects(kind)
+    except (TypeError, RecursionError):  # the column's rows are refused, not the file
+        return _refuse
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"maps in the type of a {type(value).__name__}")
+
+
+def _with_objects(kind: Any) -> _Converter | None:
     """Return a function that converts a Python value of an Arrow type. None: the type has no maps.
 
     Integer keys become text, because Python hashes integers without a seed. A file can choose integers that collide,
@@ -21,19 +40,19 @@ def with_objects(kind: Any) -> _Converter | None:
 
     types = pa.types
     if types.is_map(kind):
-        inner = with_objects(kind.item_type)
+        inner = _with_objects(kind.item_type)
         return lambda pairs: None if pairs is None else _object(pairs, inner)
     if types.is_struct(kind):
-        return _of_structure({f.name: convert for f in kind if (convert := with_objects(f.type)) is not None})
+        return _of_structure({f.name: convert for f in kind if (convert := _with_objects(f.type)) is not None})
     if types.is_union(kind):
-        if any(with_objects(field.type) is not None for field in kind):
+        if any(_with_objects(field.type) is not None for field in kind):
             raise TypeError("a map in a union")
         return None
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
-        return with_objects(kind.value_type)
+        return _with_objects(kind.value_type)
     if not types.is_nested(kind):
         return None
-    convert = with_objects(kind.value_type)  # all other nested types are lists
+    convert = _with_objects(kind.value_type)  # all other nested types are lists
     return None if convert is None else lambda items: None if items is None else list(map(convert, items))
 
 

@@ -14,14 +14,14 @@ from typing import IO, Any
 from hsx_dist.errors import ConfigError, FormatError, HsxError, install_extra
 from hsx_dist.inputs.allowance import Allowance
 from hsx_dist.inputs.arrow_files import (
+    check_fields,
     open_arrow,
     open_parquet,
-    refuse_json,
     refuse_parquet_json,
     uuid_columns,
     with_uuids_as_text,
 )
-from hsx_dist.inputs.maps import with_objects
+from hsx_dist.inputs.maps import Converters, converters
 from hsx_dist.inputs.row_cost import cost_of_columns
 from hsx_dist.inputs.times import CHANGED_TIME, rows_of_changed_times
 from hsx_dist.text import bounded
@@ -142,12 +142,13 @@ def read_columns(
     import pyarrow as pa
 
     uuids: list[str] | None = None
+    convert: Converters = {}
     try:
         batches = _parquet if form == "parquet" else _arrow
         for batch in batches(file, columns, needed, shown, allowance):
-            if uuids is None:  # once: each look decodes the fields' metadata, and all batches have one schema
-                refuse_json(batch.schema)
-                uuids = uuid_columns(batch.schema)
+            if uuids is None:  # once: each look visits all types, and all batches have one schema
+                check_fields(batch.schema)
+                uuids, convert = uuid_columns(batch.schema), converters(batch.schema)
             if batch.num_rows > _FREE_ROWS + 8 * batch.nbytes:
                 raise FormatError(
                     f"expected bytes for each of {batch.num_rows} rows, got {batch.nbytes} bytes in all. Write the "
@@ -155,7 +156,8 @@ def read_columns(
                 )
             allowance.take(rows=batch.num_rows)
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                for rows, cost in _rows(with_uuids_as_text(batch.slice(start, BATCH_ROWS), uuids), most):
+                part = with_uuids_as_text(batch.slice(start, BATCH_ROWS), uuids)
+                for rows, cost in _rows(part, most, convert):
                     allowance.take(cost=cost)
                     yield list(enumerate(rows, at))
                     at += len(rows)
@@ -170,20 +172,20 @@ def read_columns(
         ) from e
 
 
-def _rows(batch: Any, most: int) -> Iterator[tuple[list[Any], int]]:
+def _rows(batch: Any, most: int, convert: Converters) -> Iterator[tuple[list[Any], int]]:
     """Yield rows of Arrow's RecordBatch, as many at once as take ``most`` bytes, and their cost.
 
     Yields None for a row that takes more.
     """
     cost = cost_of_columns(batch, most)
     if cost <= most:
-        yield _records(batch), cost
+        yield _records(batch, convert), cost
     elif batch.num_rows == 1:
         yield [None], 0
     else:
         half = batch.num_rows // 2
-        yield from _rows(batch.slice(0, half), most)
-        yield from _rows(batch.slice(half), most)
+        yield from _rows(batch.slice(0, half), most, convert)
+        yield from _rows(batch.slice(half), most, convert)
 
 
 def _first_line(error: BaseException) -> str:
@@ -351,18 +353,17 @@ def _chosen(there: list[str], columns: Sequence[str], needed: Sequence[str], sho
     return chosen
 
 
-def _records(batch: Any) -> list[Any]:
-    """Return the rows of a record batch as mappings, and maps as mappings.
+def _records(batch: Any, convert: Converters) -> list[Any]:
+    """Return the rows of a record batch as mappings, with the values of the columns in ``convert`` converted.
 
     A row without Python values becomes ``Unreadable``. It has a date after the year 9999, text that is not UTF-8,
     nanoseconds, a changed time, a map with a key twice, or a deeply nested type.
     """
     try:
         found: list[Any] = batch.to_pylist()
-        for name, kind in zip(batch.schema.names, batch.schema.types, strict=True):
-            if (convert := with_objects(kind)) is not None:
-                for row in found:
-                    row[name] = convert(row[name])
+        for name in convert:
+            for row in found:
+                row[name] = convert[name](row[name])
         for i in rows_of_changed_times(batch):
             found[i] = Unreadable(CHANGED_TIME)
         return found
@@ -370,4 +371,4 @@ def _records(batch: Any) -> list[Any]:
         if batch.num_rows == 1:
             why = "a map has a key twice" if isinstance(e, KeyError) else type(e).__name__
             return [Unreadable(f"the row's values cannot be read ({why}). Correct or cast the column")]
-        return [row for i in range(batch.num_rows) for row in _records(batch.slice(i, 1))]
+        return [row for i in range(batch.num_rows) for row in _records(batch.slice(i, 1), convert)]

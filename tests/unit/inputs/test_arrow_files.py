@@ -21,6 +21,7 @@ import pytest
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError
+from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs.allowance import Allowance
 from hsx_dist.inputs.arrow_files import open_arrow
 from hsx_dist.inputs.rows import Row, read_rows
@@ -424,6 +425,37 @@ def test_the_metadata_of_fields_is_decoded_once(tmp_path: Path) -> None:
         return read
 
     check_linear(make, 1000)
+
+
+def _wide(fields: int) -> Any:
+    """A null of a dictionary of structures."""
+    values = pa.StructArray.from_arrays([pa.nulls(1)] * fields, [f"f{i}" for i in range(fields)])
+    return pa.DictionaryArray.from_arrays(pa.array([None], pa.int8()), values)
+
+
+def _read_one(path: Path, columns: dict[str, Any]) -> list[Row | RowFate]:
+    table = pa.table({"text": ["a"], **columns})
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+    return list(read_rows(InputConfig(path=str(path), format="arrow", metadata=["m"])))
+
+
+def test_requested_columns_have_few_types(tmp_path: Path) -> None:
+    """Some types take time for all types in them, for each batch or value, also if no value has them."""
+    path, others = tmp_path / "in", {f"x{i}": pa.nulls(1) for i in range(5000)}
+    (row,) = _read_one(path, {"m": _wide(4093), **others})
+    assert isinstance(row, Row)
+    for kind in (pa.list_(_wide(4093).type), pa.map_(pa.string(), _wide(4093).type.value_type)):
+        with pytest.raises(FormatError, match="at most 4096 types"):
+            _read_one(path, {"m": pa.nulls(1, kind)})
+
+
+def test_json_in_a_dictionary_is_refused(tmp_path: Path) -> None:
+    kind = pa.struct([pa.field("j", pa.string(), metadata={"ARROW:extension:name": "arrow.json"})])
+    values = pa.StructArray.from_arrays([pa.array(["{}"])], fields=list(kind))
+    column = pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), values)
+    with pytest.raises(FormatError, match=r"arrow\.json"):
+        _read_one(tmp_path / "in", {"m": column})
 
 
 def shared_schema(levels: int, fan: int, name: bytes = b"x", *, text: bool = True) -> bytes:

@@ -14,6 +14,8 @@ import pytest
 
 from hsx_dist.config import InputConfig
 from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs import maps
+from hsx_dist.inputs.maps import converters
 from hsx_dist.inputs.row_cost import cost_of_columns
 from hsx_dist.inputs.rows import Row, read_rows
 from hsx_dist.inputs.tables import Unreadable, _records
@@ -51,9 +53,13 @@ def test_maps_are_objects_in_order(tmp_path: Path, write: Callable[..., object])
     assert list(row.metadata["tags"]["outer"][0]["inner"]) == ["b", "a"]
 
 
+def _read_batch(batch: Any) -> list[Any]:
+    return _records(batch, converters(batch.schema))
+
+
 def test_a_map_in_a_dictionary_is_an_object() -> None:
     values = pa.DictionaryArray.from_arrays(pa.array([0, 0]), pa.array([[("a", "b")]], TEXTS))
-    assert _records(pa.record_batch({"tags": values})) == [{"tags": {"a": "b"}}] * 2
+    assert _read_batch(pa.record_batch({"tags": values})) == [{"tags": {"a": "b"}}] * 2
 
 
 @pytest.mark.parametrize(
@@ -95,18 +101,34 @@ def test_no_object_has_integers_as_keys() -> None:
         "structure": pa.array([{"a": numbers, "b": 1}, None], pa.struct([("a", kind), ("b", pa.int8())])),
         "dictionary": pa.DictionaryArray.from_arrays(pa.array([0, None], pa.int8()), plain),
     }
-    first, second = _records(pa.record_batch(columns))
+    first, second = _read_batch(pa.record_batch(columns))
     lists = {name: [found] for name in ("list", "view", "fixed")}
     assert first == {"map": found, **lists, "structure": {"a": found, "b": 1}, "dictionary": found}
     assert list(first["map"]) == list(found)
     assert second == dict.fromkeys(columns)
 
 
+def test_types_are_converted_once_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch with a row that cannot be read is read row by row. Each row visited all types of each column."""
+    visited, real = [], maps._with_objects
+
+    def count(kind: Any) -> Any:
+        visited.append(kind)
+        return real(kind)
+
+    monkeypatch.setattr(maps, "_with_objects", count)
+    texts = pa.array([b"\xff" if i % 256 == 0 else b"a" for i in range(1000)]).view(pa.string())
+    table = pa.table({"text": texts, "tags": pa.array([[("a", "b")]] * 1000, TEXTS)})
+    rows = _read(tmp_path / "in", table, feather.write_feather)
+    assert [isinstance(row, Row) for row in rows] == [i % 256 != 0 for i in range(1000)]
+    assert visited == [pa.string(), TEXTS, pa.string()]
+
+
 def test_a_map_in_a_union_is_refused() -> None:
     union = pa.UnionArray.from_dense(
         pa.array([0], pa.int8()), pa.array([0], pa.int32()), [pa.array([[(1, 1)]], pa.map_(pa.int8(), pa.int8()))]
     )
-    (row,) = _records(pa.record_batch({"tags": union}))
+    (row,) = _read_batch(pa.record_batch({"tags": union}))
     assert isinstance(row, Unreadable)
 
 
@@ -120,7 +142,7 @@ def test_a_map_takes_no_more_than_its_cost(items: int) -> None:
     for column in (deep, flat):
         batch = pa.record_batch({"tags": column})
         tracemalloc.start()
-        found = _records(batch)
+        found = _read_batch(batch)
         used = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert len(found) == len(column)
