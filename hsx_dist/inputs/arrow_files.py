@@ -106,6 +106,15 @@ def check_fields(schema: Any) -> None:
         )
 
 
+def count_types(kind: Any) -> int:
+    """Return the number of types in an Arrow type, without itself."""
+    count, todo = 0, _fields(kind)
+    while todo:
+        count += 1
+        todo += _fields(todo.pop().type)
+    return count
+
+
 def _fields(kind: Any) -> list[Any]:
     """Return the fields in an Arrow type, without those in their types. A dictionary's values count as a field."""
     import pyarrow as pa

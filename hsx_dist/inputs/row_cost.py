@@ -9,6 +9,7 @@ import numpy as np
 
 from hsx_dist.errors import FormatError
 from hsx_dist.format.json_objects import count_members
+from hsx_dist.inputs.arrow_files import count_types
 
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -114,9 +115,10 @@ def _cost(values: Any, starts: _Numbers, sizes: _Numbers, most: int) -> int:
             )
         return 120 * n + _cost(values.values, starts, stops - starts, most)
     at = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(n)
+    inner = _VALUE * count_types(kind) * n  # Arrow makes a value of each type, also for null
     if types.is_union(kind):
-        return _VALUE * n + _cost_of_union(values, at, most)
-    return _cost_of_references(values, at[_are_valid(values, at)], most) + 80 * n
+        return _VALUE * n + inner + _cost_of_union(values, at, most)
+    return _cost_of_references(values, at[_are_valid(values, at)], most) + 80 * n + inner
 
 
 def _cost_of_references(values: Any, at: _Numbers, most: int) -> int:

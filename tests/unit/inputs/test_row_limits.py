@@ -215,6 +215,17 @@ def test_ranges_of_a_view_that_overlap_are_each_counted() -> None:
     assert cost_of_columns(pa.record_batch([views], ["a"]), 1 << 40) > 100 * 1000 * 80
 
 
+@pytest.mark.parametrize("kind", ["dictionary", "view", "union"])
+def test_the_types_of_a_null_are_counted(kind: str) -> None:
+    """Arrow makes a value of each type in these types for each null, which takes time."""
+    inner = pa.struct([(f"f{i}", pa.struct([(f"g{j}", pa.null()) for j in range(10)])) for i in range(20)])
+    if kind == "union":
+        column: Any = pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.nulls(1), pa.nulls(1, inner)])
+    else:
+        column = pa.nulls(1, pa.dictionary(pa.int8(), inner) if kind == "dictionary" else pa.list_view(inner))
+    assert 64 * 220 < cost_of_columns(pa.record_batch([column], ["a"]), 1 << 40) < 100 * 220
+
+
 @pytest.mark.parametrize("kind", ["view", "list view", "runs", "dense union", "sparse union", "dictionary"])
 def test_each_row_of_a_batch_is_counted_with_its_own_bytes(kind: str) -> None:
     """A short row is not counted with the size of its batch's longest row."""
