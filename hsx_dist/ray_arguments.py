@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from hsx_dist.config.models import Settings
+from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.errors import ConfigError
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ def sendable(value: T, *name: str) -> T:
         return value
     path, found = list(name), value
     while len(path) < _DEPTH and (culprit := next((i for i in _settings(found) if not _pickles(i[1])), None)):
-        path.append(str(culprit[0]))
+        path.append(hide_secrets(str(culprit[0])))
         found = culprit[1]
     raise ConfigError(
         f"{'.'.join(path) or 'an argument of a Ray task'}: expected a value that can be pickled for other processes, "

@@ -70,6 +70,14 @@ def test_what_cannot_be_pickled_is_named_and_not_shown(send: Callable[[], Any], 
     assert "SECRET" not in shown
 
 
+@pytest.mark.parametrize("name", ["hf_AbCdEfGhIjKlMnOpQrStUvWx", "https://user:hunter2@proxy:3128"])
+def test_a_name_that_looks_like_a_credential_is_hidden(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^headers\..+: expected a value that can be pickled") as caught:
+        sendable({"headers": {name: ssl.create_default_context()}})
+    assert "AbCdEf" not in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
 def test_a_mapping_that_holds_itself_is_named_up_to_a_depth() -> None:
     endless: dict[str, Any] = {}
     endless |= {"a": endless, "b": ssl.create_default_context()}
