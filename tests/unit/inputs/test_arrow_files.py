@@ -581,6 +581,27 @@ def test_columns_of_json_are_refused(tmp_path: Path, form: str, place: str) -> N
         list(read_rows(InputConfig(path=str(path))))
 
 
+@pytest.mark.parametrize("form", ["dictionary", "run-end encoded", "union"])
+def test_json_in_an_encoded_column_is_refused(tmp_path: Path, form: str) -> None:
+    named = {b"ARROW:extension:name": b"arrow.json", b"ARROW:extension:metadata": b""}
+    content = pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string(), metadata=named)])
+    message = pa.array([{"role": "user", "content": '"plain"'}], content)
+    if form == "dictionary":
+        encoded = pa.DictionaryArray.from_arrays(pa.array([0], pa.int32()), message)
+    elif form == "union":
+        encoded = pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [message])
+    else:
+        encoded = pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), message)
+    found = pa.table({"messages": pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), encoded)})
+    path = tmp_path / "rows.arrow"
+    with pa.ipc.new_stream(path, found.schema) as writer:
+        writer.write_table(found)
+    with pytest.raises(
+        FormatError, match=r"column messages\..*content: expected text, .* got Arrow's type arrow\.json"
+    ):
+        list(read_rows(InputConfig(path=str(path))))
+
+
 @pytest.mark.parametrize("place", ["text", "messages"])
 def test_parquet_columns_of_json_without_a_schema_of_arrow_are_refused(tmp_path: Path, place: str) -> None:
     content = pa.ExtensionArray.from_storage(pa.json_(), pa.array(['"plain"']))
