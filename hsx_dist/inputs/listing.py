@@ -296,6 +296,11 @@ def _saved(fs: Any, folder: str, label: str) -> InputSource:
             f"{public_url(folder)}, of an old version of datasets. Load it, call flatten_indices, and save it again"
         )
     names = _once([item["filename"] for item in state["_data_files"]], folder)
+    if not names:
+        raise ConfigError(
+            f"input.path: expected a saved data set that names its files, got an empty list in {public_url(folder)}. "
+            "Save the data set again, or name its files yourself (a glob such as *.arrow)"
+        )
     return InputSource(label, tuple(_within(fs, folder, name) for name in names), "arrow")
 
 

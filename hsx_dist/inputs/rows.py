@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hsx_dist.config import InputConfig
-from hsx_dist.errors import InputError
+from hsx_dist.config import InputConfig, public_url
+from hsx_dist.errors import ConfigError, InputError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.names import MAX_KEY
 from hsx_dist.inputs.content import CONTENT_CHECKS, as_messages, as_tools, given_tools, json_metadata, mask_of
@@ -94,8 +94,9 @@ def read_rows(config: InputConfig) -> Iterator[Row | RowFate]:
         batches = read_batches(found, columns, needed)
     else:
         batches = read_in_child(config, None if found is None else found.sources, columns, needed)
-    opened = next(batches)  # the first file is open
-    return _rows(batches, config, opened)
+    for opened in batches:  # the first file is open
+        return _rows(batches, config, opened)
+    raise ConfigError(f"input.path: expected files of rows at {public_url(config.path)}, got none. Name them")
 
 
 def rows_from(prompts: Iterable[Any], config: InputConfig) -> Iterator[Row | RowFate]:

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import zipfile
+from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -19,7 +20,7 @@ import zstandard
 from hsx_dist.config import InputConfig, load_config
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.inputs import listing, tables
+from hsx_dist.inputs import listing, rows, tables
 from hsx_dist.inputs.listing import find_input
 from hsx_dist.inputs.rows import Row, read_rows, rows_from
 
@@ -351,6 +352,20 @@ def test_a_saved_data_set_names_no_file_outside_its_folder(tmp_path: Path, name:
     (both / "dataset_dict.json").write_text(json.dumps({"splits": ["train", name]}))
     with pytest.raises(ConfigError, match="expected names of files in"):
         read(both)
+
+
+def test_a_saved_data_set_names_a_file(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(ConfigError, match=r"expected a saved data set that names its files, got an empty list"):
+        read(tmp_path)
+
+
+def test_an_input_without_files_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = InputConfig(path=str(lines(tmp_path / "a.jsonl", "a")))
+    empty = replace(find_input(config), sources=())
+    monkeypatch.setattr(rows, "find_input", lambda _: empty)
+    with pytest.raises(ConfigError, match=r"expected files of rows at .*a\.jsonl, got none"):
+        list(read_rows(config))
 
 
 def test_a_saved_data_set_names_no_split_and_no_file_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
