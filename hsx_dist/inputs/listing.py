@@ -27,8 +27,10 @@ from hsx_dist.inputs.sources import (
     InputSource,
     check_file,
     file_system,
+    innermost,
     with_config_errors,
 )
+from hsx_dist.inputs.web import check_web_file, is_web, no_web_file
 
 #: Limit of the folders of a zip file's member, and of the characters of its path. All beginnings of a path are kept.
 _DEEPEST, _LONGEST_PATH = 255, 4096
@@ -110,9 +112,15 @@ def _find(config: InputConfig, shown: str) -> Input:
     fs.invalidate_cache()  # files may have grown or been added since an earlier call in this process
     try:
         # First without globbing: * and [ may be letters of a name, and ? begins the query of an http URL.
-        kind = fs.info(path)["type"]
+        # A cache may know a page only by its parent's links, and call it a folder.
+        info = (innermost(fs) if is_web(path) else fs).info(path)
     except FileNotFoundError:
-        if not re.search(r"[*?\[]", config.path) or path.startswith(("http://", "https://")):
+        if is_web(path):
+            # In an IPv6 address and a query, other characters of globs are usual.
+            if "*" in shown:
+                raise no_web_file(shown, "a glob") from None
+            raise
+        if not re.search(r"[*?\[]", config.path):
             raise
         _refuse_split(config)
         base = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0] or path[: path.startswith("/")]  # type: ignore[union-attr]
@@ -123,7 +131,9 @@ def _find(config: InputConfig, shown: str) -> Input:
             found = {name: kind for name, kind in found.items() if kind != "directory"}
         sources = _of_many(config, fs, found, base)
     else:
-        if kind == "directory":
+        if is_web(path):
+            check_web_file(info, shown)
+        if info["type"] == "directory":
             sources = _of_folder(config, fs, path)
         elif config.format == "dataset":
             raise ConfigError(

@@ -150,8 +150,8 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     check_endpoints(config.storage_options)
     _check_chain(config.path, shown)
     fs, path = fsspec.core.url_to_fs(config.path, **without_decoding(config.path, config.storage_options))
-    check_endpoints(_innermost(fs).storage_options)  # with those of fsspec's configuration
-    if isinstance(_innermost(fs), LocalFileSystem) and not isinstance(fs, LocalFileSystem):
+    check_endpoints(innermost(fs).storage_options)  # with those of fsspec's configuration
+    if isinstance(innermost(fs), LocalFileSystem) and not isinstance(fs, LocalFileSystem):
         # Checks of local files look for links and FIFOs, which a cache hides.
         raise ConfigError(
             f"input.path: expected a local path without a link such as simplecache:: before it, got {shown}. Name only "
@@ -204,10 +204,10 @@ def check_file(fs: Any, path: str) -> None:
 
 def _zip_file(fs: Any) -> Any:
     """Return the ``zipfile.ZipFile`` that the file system reads, or None for another file system."""
-    return getattr(_innermost(fs), "zip", None)
+    return getattr(innermost(fs), "zip", None)
 
 
-def _innermost(fs: Any) -> Any:
+def innermost(fs: Any) -> Any:
     """Return the file system that caches and other file systems wrap, or the first of them that reads a zip file."""
     while not hasattr(fs, "zip"):
         inner = getattr(fs, "fs", None) or getattr(fs, "sync_fs", None)

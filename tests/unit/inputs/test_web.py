@@ -1,0 +1,73 @@
+"""A web server gives single files: its folders have pages of links, whose lines must not become rows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import ConfigError
+from hsx_dist.inputs.rows import read_rows
+from hsx_dist.inputs.web import check_web_file
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    """Serves files, and a page of links for a folder. Redirects a folder's URL without a slash to one with a slash."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("a row\n")
+    (tmp_path / "list.xml").write_text("<ListBucketResult/>\n")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, directory=str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("form", ["auto", "text"])
+@pytest.mark.parametrize(
+    ("path", "got"),
+    [
+        ("", "a page of type text/html"),
+        ("/corpus", "a page of type text/html"),
+        ("/corpus/", "a page of type text/html"),
+        ("/corpus/*.txt", "a glob"),
+        ("/list.xml", "a page of type (text|application)/xml"),
+    ],
+)
+def test_pages_folders_and_globs_of_a_web_server_are_refused(url: str, path: str, got: str, form: str) -> None:
+    with pytest.raises(ConfigError, match=rf"expected the URL of a file on a web server, got {got} at {url}"):
+        list(read_rows(InputConfig.model_validate({"path": url + path, "format": form})))
+
+
+@pytest.mark.parametrize("cache", ["simplecache", "filecache"])
+def test_a_cache_does_not_hide_a_page(url: str, cache: str) -> None:
+    with pytest.raises(ConfigError, match=r"got a page of type text/html"):
+        list(read_rows(InputConfig(path=f"{cache}::{url}/corpus", format="text")))
+
+
+@pytest.mark.parametrize("chain", ["", "filecache::"])
+def test_a_file_of_a_web_server_is_read(url: str, chain: str) -> None:
+    (row,) = read_rows(InputConfig(path=f"{chain}{url}/corpus/a.txt"))
+    assert row.key == "a:00000000"
+
+
+@pytest.mark.parametrize("url", ["http://h", "http://h/", "https://h/corpus/"])
+def test_a_folder_is_known_without_its_type(url: str) -> None:
+    with pytest.raises(ConfigError, match="got a folder at http"):
+        check_web_file({"url": url}, "http://shown")
+
+
+@pytest.mark.parametrize("url", ["http://h/corpus", "http://h/download/?id=1", "http://h/a.txt"])
+def test_another_url_may_be_a_file(url: str) -> None:
+    check_web_file({"url": url, "mimetype": "application/octet-stream"}, "http://shown")
