@@ -23,7 +23,7 @@ from hsx_dist.inputs.arrow_files import (
 )
 from hsx_dist.inputs.maps import Converters, converters
 from hsx_dist.inputs.row_cost import cost_of_columns
-from hsx_dist.inputs.times import CHANGED_TIME, rows_of_changed_times
+from hsx_dist.inputs.times import CHANGED_TIME, TimeChecks, rows_of_changed_times, time_checks
 from hsx_dist.text import bounded
 
 #: The first version of pyarrow with ``arrow_extensions_enabled``. Its memory pool returns the sum of all allocations.
@@ -141,14 +141,11 @@ def read_columns(
     require_pyarrow()
     import pyarrow as pa
 
-    uuids: list[str] | None = None
-    convert: Converters = {}
+    reading: _Reading | None = None
     try:
         batches = _parquet if form == "parquet" else _arrow
         for batch in batches(file, columns, needed, shown, allowance):
-            if uuids is None:  # once: each look visits all types, and all batches have one schema
-                check_fields(batch.schema)
-                uuids, convert = uuid_columns(batch.schema), converters(batch.schema)
+            reading = reading or _Reading.of(batch.schema)  # all batches have one schema
             if batch.num_rows > _FREE_ROWS + 8 * batch.nbytes:
                 raise FormatError(
                     f"expected bytes for each of {batch.num_rows} rows, got {batch.nbytes} bytes in all. Write the "
@@ -156,8 +153,8 @@ def read_columns(
                 )
             allowance.take(rows=batch.num_rows)
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                part = with_uuids_as_text(batch.slice(start, BATCH_ROWS), uuids)
-                for rows, cost in _rows(part, most, convert):
+                part = with_uuids_as_text(batch.slice(start, BATCH_ROWS), reading.uuids)
+                for rows, cost in _rows(part, most, reading):
                     allowance.take(cost=cost)
                     yield list(enumerate(rows, at))
                     at += len(rows)
@@ -172,20 +169,35 @@ def read_columns(
         ) from e
 
 
-def _rows(batch: Any, most: int, convert: Converters) -> Iterator[tuple[list[Any], int]]:
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What the types of a file's columns demand. Made once for a file, because a column may have thousands of types."""
+
+    uuids: Sequence[str]
+    convert: Converters
+    times: TimeChecks
+
+    @classmethod
+    def of(cls, schema: Any) -> _Reading:
+        check_fields(schema)
+        return cls(uuid_columns(schema), converters(schema), time_checks(schema))
+
+
+def _rows(batch: Any, most: int, reading: _Reading) -> Iterator[tuple[list[Any], int]]:
     """Yield rows of Arrow's RecordBatch, as many at once as take ``most`` bytes, and their cost.
 
-    Yields None for a row that takes more.
+    Yields None for a row that takes more. It costs ``most``: few bytes may back very many such rows, and each takes
+    time.
     """
     cost = cost_of_columns(batch, most)
     if cost <= most:
-        yield _records(batch, convert), cost
+        yield _records(batch, reading), cost
     elif batch.num_rows == 1:
-        yield [None], 0
+        yield [None], most
     else:
         half = batch.num_rows // 2
-        yield from _rows(batch.slice(0, half), most, convert)
-        yield from _rows(batch.slice(half), most, convert)
+        yield from _rows(batch.slice(0, half), most, reading)
+        yield from _rows(batch.slice(half), most, reading)
 
 
 def _first_line(error: BaseException) -> str:
@@ -353,22 +365,22 @@ def _chosen(there: list[str], columns: Sequence[str], needed: Sequence[str], sho
     return chosen
 
 
-def _records(batch: Any, convert: Converters) -> list[Any]:
-    """Return the rows of a record batch as mappings, with the values of the columns in ``convert`` converted.
+def _records(batch: Any, reading: _Reading) -> list[Any]:
+    """Return the rows of a record batch as mappings, and maps as mappings.
 
     A row without Python values becomes ``Unreadable``. It has a date after the year 9999, text that is not UTF-8,
     nanoseconds, a changed time, a map with a key twice, or a deeply nested type.
     """
     try:
         found: list[Any] = batch.to_pylist()
-        for name in convert:
+        for name, convert in reading.convert.items():
             for row in found:
-                row[name] = convert[name](row[name])
-        for i in rows_of_changed_times(batch):
+                row[name] = convert(row[name])
+        for i in rows_of_changed_times(batch, reading.times):
             found[i] = Unreadable(CHANGED_TIME)
         return found
     except Exception as e:  # noqa: BLE001 (each type of Arrow has its own)
         if batch.num_rows == 1:
             why = "a map has a key twice" if isinstance(e, KeyError) else type(e).__name__
             return [Unreadable(f"the row's values cannot be read ({why}). Correct or cast the column")]
-        return [row for i in range(batch.num_rows) for row in _records(batch.slice(i, 1), convert)]
+        return [row for i in range(batch.num_rows) for row in _records(batch.slice(i, 1), reading)]

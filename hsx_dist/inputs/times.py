@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 #: Why a row with such a time is refused.
@@ -12,12 +13,23 @@ CHANGED_TIME = (
 _PER_DAY = {"s": 86_400, "ms": 86_400_000, "us": 86_400_000_000, "ns": 86_400_000_000_000}
 
 _Check = Callable[[Any], bool]
+#: Whether Python would change an Arrow scalar of a column, by the column's name.
+TimeChecks = Mapping[str, _Check]
 
 
-def rows_of_changed_times(batch: Any) -> list[int]:
+def time_checks(schema: Any) -> TimeChecks:
+    """Return a check for each column with times or dates."""
+    found: dict[str, _Check] = {}
+    for field in schema:
+        with suppress(RecursionError):  # a row with a value at such a depth is refused
+            if (check := _check_of(field.type)) is not None:
+                found[field.name] = check
+    return found
+
+
+def rows_of_changed_times(batch: Any, checks: TimeChecks) -> set[int]:
     """Return which rows of a record batch have a time outside the day, or a date with a time of day."""
-    checks = [(column, check) for column in batch.columns if (check := _check_of(column.type)) is not None]
-    return sorted({i for column, check in checks for i, scalar in enumerate(column) if check(scalar)})
+    return {i for name, check in checks.items() for i, scalar in enumerate(batch.column(name)) if check(scalar)}
 
 
 def _check_of(kind: Any) -> _Check | None:

@@ -15,10 +15,9 @@ import pytest
 from hsx_dist.config import InputConfig
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs import maps
-from hsx_dist.inputs.maps import converters
 from hsx_dist.inputs.row_cost import cost_of_columns
 from hsx_dist.inputs.rows import Row, read_rows
-from hsx_dist.inputs.tables import Unreadable, _records
+from hsx_dist.inputs.tables import Unreadable, _Reading, _records
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -54,7 +53,7 @@ def test_maps_are_objects_in_order(tmp_path: Path, write: Callable[..., object])
 
 
 def _read_batch(batch: Any) -> list[Any]:
-    return _records(batch, converters(batch.schema))
+    return _records(batch, _Reading.of(batch.schema))
 
 
 def test_a_map_in_a_dictionary_is_an_object() -> None:

@@ -529,3 +529,17 @@ def test_the_memory_of_a_row_is_that_of_its_objects(fields: dict[str, Any]) -> N
     finally:
         tracemalloc.stop()
     assert taken < 1.3 * row.memory < 2.6 * taken
+
+
+def test_a_row_of_a_table_that_takes_too_much_counts_with_all_that_it_may_take(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """One large value of a dictionary may be the value of very many rows."""
+    monkeypatch.setattr(allowance, "FREE_BYTES", 4 << 20)
+    large = pa.DictionaryArray.from_arrays(pa.array([0] * 20_000, pa.int8()), pa.array(["x" * (1 << 20)]))
+    with pa.OSFile(str(tmp_path / "in.arrow"), "wb") as file:
+        table = pa.table({"text": large})
+        with pa.ipc.new_file(file, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+            writer.write_table(table)
+    with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
+        list(read_rows(InputConfig(path=str(tmp_path / "in.arrow"), max_row_bytes=1 << 16)))
