@@ -28,7 +28,7 @@ _MAX_LENGTH = 1 << 18
 _MAX_NUMBER = 100
 #: Characters that the aliases of one text may stand for.
 _MAX_ALIASED = 100_000
-_ENV = re.compile(r"\$\{env:([^}]*)\}")
+_ENV = re.compile(r"\$\{env:([^{}]*)\}")
 
 
 def load_config(path: str | None, overrides: Sequence[str] = (), **direct: Any) -> ExtractConfig:

@@ -148,7 +148,9 @@ def _check_plain(description: Description, table: Mapping[str, Tensor], data_byt
     for name, (dtype, shape, (begin, end)) in description.tensors.items():
         got = table.get(name)
         if got is None or got[:2] != (dtype, shape) or got[2][1] - got[2][0] != end - begin:
-            raise FormatError(f"tensor {name!r}: expected {dtype} {list(shape)} in {end - begin} bytes, got {got}")
+            raise FormatError(
+                f"tensor {name!r}: expected {dtype} {list(shape)} in {end - begin} bytes, got {str(got)[:160]}"
+            )
     last = 0
     for name, (_, _, (begin, end)) in sorted(table.items(), key=lambda item: item[1][2]):
         if begin != last:

@@ -98,7 +98,7 @@ def check_fields(schema: Any) -> None:
             raise _json_in(name, "Arrow's type arrow.json")
         inner = _fields(field.type)
         types += len(inner)
-        todo += [(f, f"{name}.{f.name}") for f in inner]
+        todo += [(f, name) for f in inner]  # the column's name alone: joined names of many fields may take GiB
     if types > _MOST_TYPES:
         raise FormatError(
             f"expected requested columns of at most {_MOST_TYPES} types, with those in structures, lists and maps, got "

@@ -61,6 +61,8 @@ def main() -> None:
 def _pickled(batch: RecordBatch) -> bytes:
     try:
         return pickle.dumps(batch)
+    except MemoryError:
+        raise  # not the row's fault
     except Exception:  # noqa: BLE001 (each type has its own)
         return pickle.dumps(batch._replace(records=[(number, _sendable(item)) for number, item in batch.records]))
 
@@ -68,6 +70,8 @@ def _pickled(batch: RecordBatch) -> bytes:
 def _sendable(item: object) -> object:
     try:
         pickle.dumps(item)
+    except MemoryError:
+        raise  # not the row's fault
     except Exception as e:  # noqa: BLE001 (as above)
         return Unreadable(f"the row's values cannot be read ({type(e).__name__}). Correct or cast the column")
     return item

@@ -73,6 +73,8 @@ def require_rendered(
     marked_tools, tool_names = _with_names(tools, "0tool")
     try:
         text = render(marked, marked_tools)
+    except MemoryError:
+        raise  # not the row's fault
     except Exception:  # noqa: BLE001 - the template needs the texts themselves: what it leaves out is unknown
         return None
     if _AS_CODE.search(text):

@@ -86,6 +86,9 @@ def _cost(values: Any, starts: _Numbers, sizes: _Numbers, most: int) -> int:
     """Return the cost of ``values[start : start + size]`` of all ranges. The ranges may overlap."""
     import pyarrow as pa
 
+    largest = int(sizes.max(initial=0))
+    if _VALUE * largest > most:  # also before the sum, which may overflow
+        return _VALUE * largest
     n = int(sizes.sum())
     kind, types = values.type, pa.types
     if not n or _VALUE * n > most:  # no value takes less

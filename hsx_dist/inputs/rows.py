@@ -112,6 +112,8 @@ def rows_from(prompts: Iterable[Any], config: InputConfig) -> Iterator[Row | Row
         if choice.takes("", number):
             try:
                 record = _as_record(prompt, config)
+            except MemoryError:
+                raise  # not the row's fault
             except Exception as e:  # noqa: BLE001 - the methods of a caller's type may raise any error
                 record = Unreadable(
                     f"expected text, token ids or messages, got {type(prompt).__name__} that raises {type(e).__name__}"

@@ -379,6 +379,8 @@ def _records(batch: Any, reading: _Reading) -> list[Any]:
         for i in rows_of_changed_times(batch, reading.times):
             found[i] = Unreadable(CHANGED_TIME)
         return found
+    except MemoryError:
+        raise  # not the row's fault
     except Exception as e:  # noqa: BLE001 (each type of Arrow has its own)
         if batch.num_rows == 1:
             why = "a map has a key twice" if isinstance(e, KeyError) else type(e).__name__

@@ -90,10 +90,13 @@ class HttpStore(FsspecStore):
         page: bytes = self._call("list", prefix, lambda: self._fs.cat_file(url, **longest))
         try:
             names = dict.fromkeys(_names_in(page, url))
+            found = _TITLE.search(page.decode(errors="replace"))
+            title = unescape(found[1]).strip().rstrip("/") if found else ""
         except ValueError as e:
-            raise self._lists_nothing(prefix, f"a link that cannot be read ({redact_text(str(e))[:100]})", url) from e
-        title = _TITLE.search(page.decode(errors="replace"))
-        if not names and not (below and title and unescape(title[1]).strip().rstrip("/").endswith(below)):
+            raise self._lists_nothing(
+                prefix, f"a link or title that cannot be read ({redact_text(str(e))[:100]})", url
+            ) from e
+        if not names and not (below and title.endswith(below)):
             # Not the page of an empty folder: it may be a log-in page, or ask to wait.
             raise self._lists_nothing(prefix, "a page without links, and without the folder's name as its title", url)
         return [

@@ -596,9 +596,7 @@ def test_json_in_an_encoded_column_is_refused(tmp_path: Path, form: str) -> None
     path = tmp_path / "rows.arrow"
     with pa.ipc.new_stream(path, found.schema) as writer:
         writer.write_table(found)
-    with pytest.raises(
-        FormatError, match=r"column messages\..*content: expected text, .* got Arrow's type arrow\.json"
-    ):
+    with pytest.raises(FormatError, match=r"column messages: expected text, .* got Arrow's type arrow\.json"):
         list(read_rows(InputConfig(path=str(path))))
 
 

@@ -230,7 +230,7 @@ def test_a_link_that_cannot_be_read_is_an_error_of_the_store(folder: Path, link:
 
     with (
         served(folder, Odd) as store,
-        pytest.raises(StoreError, match=r"a (link that cannot be read|page without links)"),
+        pytest.raises(StoreError, match=r"a (link or title that cannot be read|page without links)"),
     ):
         list(store.list())
 
