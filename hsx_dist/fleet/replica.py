@@ -19,7 +19,7 @@ from hsx_dist.errors import EngineError, InputError
 from hsx_dist.fleet.same_model import load_same_tokenizer, require_dtype, require_files
 from hsx_dist.fleet.tasks import EngineSpec, Task, TaskResult
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.inputs.encode import Encoded, RowEncoder, TooLong
+from hsx_dist.inputs.encode import Encoded, OutOfMemory, RowEncoder, TooLong
 from hsx_dist.inputs.rows import Row
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Increments, Meter
@@ -261,9 +261,7 @@ class Replica:
                 encoded = self._encoder.encode(row)
                 self._add(row, encoded)
             except (InputError, ValueError, TypeError, *self._refusals) as e:
-                fate: Literal["refused", "failed"] = "refused"
-                if isinstance(e, TooLong) and self._spec.rules.too_long == "fail":
-                    fate = "failed"
+                fate = fate_of(e, self._spec.rules.too_long)
                 running.result.refused.append(RowFate(row.key, row.row, fate, str(e), running.task.tries, row.content))
                 continue
             running.open.add(row.key)
@@ -343,6 +341,12 @@ class Replica:
             unanswered, self._unanswered = self._unanswered, {}
         for running in unanswered.values():
             running.future.set_exception(self._died())
+
+
+def fate_of(error: Exception, too_long: str) -> Literal["refused", "failed"]:
+    """Return the outcome of a row that cannot be encoded. A resume tries a failed row again."""
+    failed = isinstance(error, OutOfMemory) or (isinstance(error, TooLong) and too_long == "fail")
+    return "failed" if failed else "refused"
 
 
 def row_seed(run: str, key: str) -> int:

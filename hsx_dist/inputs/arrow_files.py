@@ -85,17 +85,21 @@ def _whole_stream(file: io.RawIOBase, opened: Any) -> Iterator[Any]:
         raise pa.ArrowInvalid(f"expected one stream that ends with its end-of-stream mark, got {got}")
 
 
-def check_fields(schema: Any) -> None:
-    """Raise FormatError if a schema has too many types, or a field of Arrow's type ``arrow.json``.
+def check_fields(schema: Any, columns: Iterable[str]) -> None:
+    """Raise FormatError if requested columns have too many types, a type without support, or ``arrow.json``.
 
-    Hugging Face's datasets call that type ``Json``. Its storage is JSON text: the text ``plain`` would become the
-    prompt ``"plain"``, with quotes.
+    Unions, list views and run-end encoded values have no support, because few bytes of them may stand for very many
+    values, in ranges that overlap. Hugging Face's datasets call ``arrow.json`` ``Json``. Its storage is JSON text: the
+    text ``plain`` would become the prompt ``"plain"``, with quotes.
     """
-    todo, types = [(field, field.name) for field in schema], len(schema)
+    todo = [(schema.field(name), name) for name in columns]
+    types = len(todo)
     while todo and types <= _MOST_TYPES:
         field, name = todo.pop()
         if (field.metadata or {}).get(_NAME) == b"arrow.json":
-            raise _json_in(name, "Arrow's type arrow.json")
+            raise _unsupported(name, "Arrow's type arrow.json")
+        if not _is_supported(field.type):
+            raise _unsupported(name, f"the type {str(field.type)[:80]}")
         inner = _fields(field.type)
         types += len(inner)
         todo += [(f, name) for f in inner]  # the column's name alone: joined names of many fields may take GiB
@@ -106,24 +110,23 @@ def check_fields(schema: Any) -> None:
         )
 
 
-def count_types(kind: Any) -> int:
-    """Return the number of types in an Arrow type, without itself."""
-    count, todo = 0, _fields(kind)
-    while todo:
-        count += 1
-        todo += _fields(todo.pop().type)
-    return count
+def _is_supported(kind: Any) -> bool:
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_dictionary(kind):
+        return not (types.is_nested(kind.value_type) or types.is_dictionary(kind.value_type))
+    views = types.is_list_view(kind) or types.is_large_list_view(kind)
+    return not (views or types.is_union(kind) or types.is_run_end_encoded(kind))
 
 
 def _fields(kind: Any) -> list[Any]:
-    """Return the fields in an Arrow type, without those in their types. A dictionary's values count as a field."""
+    """Return the fields in an Arrow type, without those in their types."""
     import pyarrow as pa
 
-    if pa.types.is_map(kind):
-        return [kind.key_field, kind.item_field]
-    if pa.types.is_dictionary(kind):
-        return [pa.field("values", kind.value_type)]
-    return [kind.field(i) for i in range(kind.num_fields)]
+    return (
+        [kind.key_field, kind.item_field] if pa.types.is_map(kind) else [kind.field(i) for i in range(kind.num_fields)]
+    )
 
 
 def refuse_parquet_json(leaves: Iterable[Any]) -> None:
@@ -133,10 +136,10 @@ def refuse_parquet_json(leaves: Iterable[Any]) -> None:
     """
     for leaf in leaves:
         if leaf.logical_type.type in ("JSON", "BSON"):
-            raise _json_in(leaf.path, f"Parquet's type {leaf.logical_type.type}")
+            raise _unsupported(leaf.path, f"Parquet's type {leaf.logical_type.type}")
 
 
-def _json_in(name: str, got: str) -> FormatError:
+def _unsupported(name: str, got: str) -> FormatError:
     return FormatError(
         f"column {name}: expected text, numbers, lists and structures, got {got}. Cast the column, or write the rows "
         "as JSONL"

@@ -31,6 +31,10 @@ class TooLong(InputError):
     """A row has more tokens than allowed."""
 
 
+class OutOfMemory(InputError):
+    """The process had no memory to encode a row. Another process, or this one later, may encode it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A row as the engine gets it. ``loss_mask``: a byte, 0 or 1, for each token; None if the row has none."""
@@ -129,8 +133,18 @@ class RowEncoder:
 
         Raises:
             InputError: the row has no tokens, or unknown ones. The message has the reason.
+            OutOfMemory: there was no memory for the row.
             TooLong: the row has more tokens than allowed, and must not be cut.
         """
+        try:
+            return self._encoded(row)
+        except MemoryError as e:
+            raise OutOfMemory(
+                "expected memory to render and tokenise the row, got MemoryError. Shorten the row, correct the "
+                "chat template, or give replicas more memory"
+            ) from e
+
+    def _encoded(self, row: Row) -> Encoded:
         mask: Sequence[int] | None = None
         if row.token_ids is not None:
             ids = list(row.token_ids)
@@ -186,7 +200,7 @@ class RowEncoder:
     def _text(self, text: str) -> list[int]:
         try:
             return _ints(self._tokenised(text)["input_ids"])
-        except InputError:
+        except (InputError, MemoryError):
             raise
         except BaseException as e:
             if not is_error(e):
@@ -215,7 +229,7 @@ class RowEncoder:
             if self.rules.loss_roles and row.loss_mask is None:
                 return self._chat_with_mask(whole, messages, options)
             return _ints(self._tokenised(whole, **_AS_RENDERED)["input_ids"]), None
-        except InputError:
+        except (InputError, MemoryError):
             raise
         except BaseException as e:
             if not is_error(e):
@@ -233,6 +247,8 @@ class RowEncoder:
             return
         try:
             whole = self._rendered(options, messages, None)
+        except MemoryError:
+            raise  # not the row's fault
         except Exception:  # noqa: BLE001 - only the rendering as tokens decides whether the row is refused
             return
         require_texts(messages, whole, order)

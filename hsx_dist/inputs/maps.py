@@ -19,12 +19,12 @@ def converters(schema: Any) -> Converters:
 def _column(kind: Any) -> _Converter | None:
     try:
         return _with_objects(kind)
-    except (TypeError, RecursionError):  # the column's rows are refused, not the file
+    except RecursionError:  # the column's rows are refused, not the file
         return _refuse
 
 
 def _refuse(value: Any) -> Any:
-    raise TypeError(f"maps in the type of a {type(value).__name__}")
+    raise TypeError(f"a {type(value).__name__} of a type that is nested too deep")
 
 
 def _with_objects(kind: Any) -> _Converter | None:
@@ -32,9 +32,6 @@ def _with_objects(kind: Any) -> _Converter | None:
 
     Integer keys become text, because Python hashes integers without a seed. A file can choose integers that collide,
     and a mapping of them takes quadratic time.
-
-    Raises:
-        TypeError: a union has maps. In Python, an empty map and an empty list of a union are equal.
     """
     import pyarrow as pa
 
@@ -44,12 +41,6 @@ def _with_objects(kind: Any) -> _Converter | None:
         return lambda pairs: None if pairs is None else _object(pairs, inner)
     if types.is_struct(kind):
         return _of_structure({f.name: convert for f in kind if (convert := _with_objects(f.type)) is not None})
-    if types.is_union(kind):
-        if any(_with_objects(field.type) is not None for field in kind):
-            raise TypeError("a map in a union")
-        return None
-    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
-        return _with_objects(kind.value_type)
     if not types.is_nested(kind):
         return None
     convert = _with_objects(kind.value_type)  # all other nested types are lists

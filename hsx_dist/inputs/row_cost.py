@@ -9,7 +9,6 @@ import numpy as np
 
 from hsx_dist.errors import FormatError
 from hsx_dist.format.json_objects import count_members
-from hsx_dist.inputs.arrow_files import count_types
 
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -83,12 +82,10 @@ def cost_of_columns(batch: Any, most: int) -> int:
 
 
 def _cost(values: Any, starts: _Numbers, sizes: _Numbers, most: int) -> int:
-    """Return the cost of ``values[start : start + size]`` of all ranges. The ranges may overlap."""
+    """Return the cost of ``values[start : start + size]`` of all ranges. The ranges do not overlap, except in the
+    values of a dictionary."""
     import pyarrow as pa
 
-    largest = int(sizes.max(initial=0))
-    if _VALUE * largest > most:  # also before the sum, which may overflow
-        return _VALUE * largest
     n = int(sizes.sum())
     kind, types = values.type, pa.types
     if not n or _VALUE * n > most:  # no value takes less
@@ -118,10 +115,7 @@ def _cost(values: Any, starts: _Numbers, sizes: _Numbers, most: int) -> int:
             )
         return 120 * n + _cost(values.values, starts, stops - starts, most)
     at = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(n)
-    inner = _VALUE * count_types(kind) * n  # Arrow makes a value of each type, also for null
-    if types.is_union(kind):
-        return _VALUE * n + inner + _cost_of_union(values, at, most)
-    return _cost_of_references(values, at[_are_valid(values, at)], most) + 80 * n + inner
+    return _cost_of_references(values, at[_are_valid(values, at)], most) + (80 + _VALUE) * n
 
 
 def _cost_of_references(values: Any, at: _Numbers, most: int) -> int:
@@ -131,26 +125,10 @@ def _cost_of_references(values: Any, at: _Numbers, most: int) -> int:
     kind, types = values.type, pa.types
     if types.is_string_view(kind) or types.is_binary_view(kind):  # each begins with its length
         return _TEXT_BYTE * int(_buffer(values, 1, np.dtype("4i4"))[at, 0].sum(dtype=np.int64))
-    if types.is_list_view(kind) or types.is_large_list_view(kind):
-        number = np.int64 if types.is_large_list_view(kind) else np.int32
-        starts, sizes = (_buffer(values, i, number)[at].astype(np.int64) for i in (1, 2))
-        return 40 * len(at) + _cost(values.values, starts, sizes, most)
     if types.is_dictionary(kind):
         places = _buffer(values.indices, 1, kind.index_type.to_pandas_dtype())[at]
         return _cost(values.dictionary, places.astype(np.int64), np.ones(len(at), np.int64), most)
-    if types.is_run_end_encoded(kind):
-        ends = _buffer(values.run_ends, 1, kind.run_end_type.to_pandas_dtype())
-        places = np.searchsorted(ends, values.offset + at, side="right")
-        return _cost(values.values, places, np.ones(len(at), np.int64), most)
     raise FormatError(f"expected columns of a type that has Python values, got {str(kind)[:80]}. Cast the column")
-
-
-def _cost_of_union(values: Any, at: _Numbers, most: int) -> int:
-    kind = values.type
-    codes = _buffer(values, 1, np.int8)[at]
-    places = at if kind.mode == "sparse" else _buffer(values, 2, np.int32)[at].astype(np.int64)
-    own = ((values.field(i), places[codes == code]) for i, code in enumerate(kind.type_codes))
-    return sum(_cost(child, starts, np.ones(len(starts), np.int64), most) for child, starts in own)
 
 
 def _fixed_cost(kind: Any) -> int:

@@ -179,7 +179,6 @@ class _Reading:
 
     @classmethod
     def of(cls, schema: Any) -> _Reading:
-        check_fields(schema)
         return cls(uuid_columns(schema), converters(schema), time_checks(schema))
 
 
@@ -255,25 +254,15 @@ def _with_any_value(kind: Any) -> Any:
         return pa.binary(kind.byte_width)
     if types.is_struct(kind):
         return pa.struct([inside(field) for field in kind])
-    if types.is_union(kind):
-        return pa.union([inside(field) for field in kind], kind.mode, kind.type_codes)
     if types.is_map(kind):
         return pa.map_(inside(kind.key_field), inside(kind.item_field), kind.keys_sorted)
     if types.is_dictionary(kind):
         return pa.dictionary(kind.index_type, _with_any_value(kind.value_type), kind.ordered)
-    if types.is_run_end_encoded(kind):
-        return pa.run_end_encoded(kind.run_end_type, _with_any_value(kind.value_type))
     if types.is_fixed_size_list(kind):
         return pa.list_(inside(kind.value_field), kind.list_size)
-    for is_kind, make in (
-        (types.is_list, pa.list_),
-        (types.is_large_list, pa.large_list),
-        (types.is_list_view, pa.list_view),
-        (types.is_large_list_view, pa.large_list_view),
-    ):
-        if is_kind(kind):
-            return make(inside(kind.value_field))
-    return kind
+    if types.is_list(kind):
+        return pa.list_(inside(kind.value_field))
+    return pa.large_list(inside(kind.value_field)) if types.is_large_list(kind) else kind
 
 
 def _parquet(
@@ -281,6 +270,7 @@ def _parquet(
 ) -> Iterator[Any]:
     parquet = open_parquet(file)
     chosen = _chosen(parquet.schema_arrow.names, columns, needed, shown)
+    check_fields(parquet.schema_arrow, chosen)
     leaves = _leaves(parquet.metadata, chosen)
     refuse_parquet_json(leaves.values())
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
@@ -342,8 +332,10 @@ def _arrow(
     # these too, each before the next read.
     file.before_read = count_allocated
     schema, read = open_arrow(file)
+    chosen = _chosen(schema.names, columns, needed, shown)
+    check_fields(schema, chosen)
     known: dict[str, Any] = {}
-    for batch in read(_chosen(schema.names, columns, needed, shown)):
+    for batch in read(chosen):
         batch.validate()
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             part = _new_part(column, known, name)

@@ -47,11 +47,9 @@ def _check_of_valid(kind: Any) -> _Check | None:
         return lambda scalar: not 0 <= scalar.value < day
     if types.is_date64(kind):
         return lambda scalar: scalar.value % _PER_DAY["ms"] != 0
-    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+    if types.is_dictionary(kind):
         inner = _check_of(kind.value_type)
         return None if inner is None else lambda scalar: inner(scalar.value)
-    if types.is_union(kind):
-        return _of_union({code: _check_of(field.type) for code, field in zip(kind.type_codes, kind, strict=True)})
     if types.is_struct(kind):
         return _of_members({i: check for i, f in enumerate(kind) if (check := _check_of(f.type)) is not None})
     if types.is_map(kind):
@@ -61,14 +59,6 @@ def _check_of_valid(kind: Any) -> _Check | None:
     else:
         return None
     return None if entry is None else lambda scalar: any(map(entry, scalar.values))
-
-
-def _of_union(checks: dict[int, _Check | None]) -> _Check | None:
-    def check(scalar: Any) -> bool:
-        of_type = checks[scalar.type_code]
-        return of_type is not None and of_type(scalar.value)
-
-    return check if any(checks.values()) else None
 
 
 def _of_members(checks: dict[int, _Check]) -> _Check | None:

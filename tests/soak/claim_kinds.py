@@ -466,7 +466,7 @@ def compressed_lines(rng: random.Random, folder: Path) -> list[Read]:
 
 
 def nothings(n: int, kind: str) -> Any:
-    """A column of one row with ``n`` nulls, which are stored in no bytes."""
+    """A column of one row with ``n`` nulls, which are stored in no bytes. Some of its types are refused."""
     nulls = pa.nulls(n)
     if kind == "fixed":
         return pa.FixedSizeListArray.from_arrays(nulls, n)

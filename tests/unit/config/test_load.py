@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from hsx_dist.config import ExtractConfig, load_config, parse_storage_options
 from hsx_dist.errors import ConfigError
+from tests.unit.growth import check_linear
 
 LEAST: dict[str, Any] = {"output": "runs/x", "model": "m"}
 #: Each line has ten aliases of the line before.
@@ -223,6 +225,13 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_environment_variables_are_refused(value: str, words: str) -> None:
     assert words in refusal(output=value)
     assert "output: " in refusal(output=value)
+
+
+def test_references_without_their_braces_take_linear_time() -> None:
+    def make(n: int) -> Callable[[], object]:
+        return lambda: refusal(output="${env:" * n)
+
+    check_linear(make, 1000)
 
 
 def test_storage_options_of_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

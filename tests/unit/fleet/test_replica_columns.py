@@ -1,4 +1,4 @@
-"""A replica reports a row when all columns of its sample are shipped, by any ranks."""
+"""A replica reports a row when all columns of its sample are shipped, by any ranks, or when it cannot be encoded."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from itertools import permutations
 
 import pytest
 
-from hsx_dist.fleet.replica import RunningTask
+from hsx_dist.errors import InputError
+from hsx_dist.fleet.replica import RunningTask, fate_of
 from hsx_dist.fleet.tasks import Task, TaskResult
+from hsx_dist.inputs.encode import OutOfMemory, TooLong
 from hsx_dist.transport.shipping import Shipped
 
 
@@ -36,3 +38,9 @@ def test_a_column_that_failed_fails_its_row_once_all_are_reported(running: Runni
 def test_a_row_of_which_nothing_is_shipped_is_answered_at_once(running: RunningTask) -> None:
     assert running.ship(Shipped("k", "too short"))
     assert (running.open, running.result.skipped) == (set(), [("k", "too short")])
+
+
+def test_a_row_without_memory_fails_and_is_not_refused() -> None:
+    errors = [OutOfMemory("none"), TooLong("9 tokens"), InputError("none")]
+    assert [fate_of(error, "skip") for error in errors] == ["failed", "refused", "refused"]
+    assert [fate_of(error, "fail") for error in errors] == ["failed", "failed", "refused"]

@@ -92,6 +92,16 @@ def test_a_plain_file_whose_tensors_overlap_or_leave_holes(states: list[int], id
         parse_header(body, None)
 
 
+def test_a_shape_of_very_many_numbers_is_cut_in_the_error() -> None:
+    table = {
+        "hidden_states": {"dtype": "BF16", "shape": [2, 1, 4], "data_offsets": [0, 16]},
+        "token_ids": {"dtype": "I64", "shape": [2, *[1] * 100_000], "data_offsets": [16, 32]},
+    }
+    with pytest.raises(FormatError, match="expected I64") as error:
+        parse_header(json.dumps(table).encode(), None)
+    assert len(str(error.value)) < 400
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

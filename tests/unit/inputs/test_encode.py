@@ -8,7 +8,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from hsx_dist.errors import ConfigError, InputError
-from hsx_dist.inputs.encode import RowEncoder, RowRules, TooLong, load_tokenizer
+from hsx_dist.inputs.encode import OutOfMemory, RowEncoder, RowRules, TooLong, load_tokenizer
 from hsx_dist.inputs.rows import Row
 
 WORDS = {"<s>": 0, "[user]": 1, "[assistant]": 2, "a": 3, "b": 4, "c": 5}
@@ -317,6 +317,30 @@ def test_a_template_that_fails_or_grows_refuses_the_row(folder: Path, template: 
     tokenizer.chat_template = template
     with pytest.raises(InputError, match=reason):
         RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=[{"role": "user", "content": "a"}]))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_row_without_memory_may_be_tried_again(folder: Path, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that is short of memory for a moment must not refuse a row forever."""
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = TEMPLATE
+    encoder = RowEncoder(tokenizer, 10)
+    row = Row("k", 0, messages=[{"role": "user", "content": "a"}])
+    for n in range(1, 3):  # the rendering with marks, and the rendering itself
+        calls, real = iter(range(1, n)), type(tokenizer).apply_chat_template
+
+        def short(*args: Any, calls: Any = calls, real: Any = real, **kwargs: Any) -> Any:
+            if next(calls, None) is None:
+                raise MemoryError
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(tokenizer), "apply_chat_template", short)
+            if not fast:
+                patch.setattr(type(tokenizer), "is_fast", False)
+            with pytest.raises(OutOfMemory, match="expected memory to render and tokenise the row"):
+                encoder.encode(row)
+    assert encoder.encode(row).token_ids
 
 
 def test_the_cost_of_a_loss_mask_is_bounded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

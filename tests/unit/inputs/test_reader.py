@@ -25,7 +25,9 @@ import zstandard
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError, Unavailable
-from hsx_dist.inputs.rows import Row, read_rows
+from hsx_dist.inputs import reader_child, tables
+from hsx_dist.inputs.records import RecordBatch
+from hsx_dist.inputs.rows import Row, read_rows, rows_from
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc, and a limit of memory")
 
@@ -224,3 +226,32 @@ def test_a_server_that_fails_is_unavailable_and_its_signed_url_is_not_shown(fail
     assert "ClientResponseError" in str(error.value)
     assert "SECRETSIG" not in str(error.value)
     assert error.value.__suppress_context__
+
+
+class WithoutMemory:
+    """A value for which there is no memory when it is read or sent."""
+
+    def __reduce__(self) -> Any:
+        raise MemoryError
+
+    def tolist(self) -> Any:
+        raise MemoryError
+
+
+def test_a_lack_of_memory_ends_the_input_and_refuses_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later start may have the memory, but does not read a refused row again."""
+    batch = RecordBatch("", "jsonl", "a", [(0, WithoutMemory())])
+    with pytest.raises(MemoryError):
+        reader_child._pickled(batch)
+    with pytest.raises(MemoryError):
+        reader_child._sendable(WithoutMemory())
+    with pytest.raises(MemoryError):
+        list(rows_from([WithoutMemory()], InputConfig()))
+
+    def without_memory(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(tables, "rows_of_changed_times", without_memory)
+    rows = pa.record_batch({"text": ["a"]})
+    with pytest.raises(MemoryError):
+        tables._records(rows, tables._Reading.of(rows.schema))

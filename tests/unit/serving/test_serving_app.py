@@ -166,12 +166,12 @@ def test_failed_expired_and_conflicting_samples_have_different_errors(tmp_path):
 
     mark(marker_name("failed.safetensors"), "the store refused it", until_stored=True)
     mark(marker_name("aborted.safetensors"), "aborted after 3 of 9 tokens", until_stored=True)
-    for key in ("used", "old", "of-another", "damaged"):
+    for key in ("used", "old", "endless", "of-another", "damaged"):
         store_sample(
             tmp_path,
             random_sample(key, 70, hidden_size=64),
             identity={"request": "a", "tokens": "b"},
-            **({"expires": 1000} if key == "old" else {}),
+            **{"old": {"expires": 1000}, "endless": {"expires": -(10**400)}}.get(key, {}),
         )
     mark(conflict_name("used.safetensors"), "the key was used before", conflict=True)
     place = f"{tmp_path}/earlier.safetensors"
@@ -193,6 +193,7 @@ def test_failed_expired_and_conflicting_samples_have_different_errors(tmp_path):
         told = error(c.get(f"{url}/earlier"), 424, "SampleFailed")  # an earlier version stored the marker
         assert told == "key 'earlier': expected a new key, got another"
         assert "expired at 1000" in error(c.get(f"{url}/old?wait=60"), 410, "SampleExpired")
+        assert c.get(f"{url}/endless").status_code == 200  # no time that a float has
         assert time.monotonic() - begin < 30
         identity = {"identity": json.dumps({"request": "a", "tokens": "c"})}
         told = error(c.get(f"{url}/of-another", params=identity), 409, "SampleConflict")

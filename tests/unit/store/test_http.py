@@ -235,6 +235,14 @@ def test_a_link_that_cannot_be_read_is_an_error_of_the_store(folder: Path, link:
         list(store.list())
 
 
+def test_a_title_that_cannot_be_read_is_an_error_of_the_store(folder: Path) -> None:
+    class Odd(Welcome):
+        page = b"<title>&#" + b"1" * 5000 + b";</title>"
+
+    with served(folder, Odd) as store, pytest.raises(StoreError, match="a link or title that cannot be read"):
+        list(store.list("below/"))
+
+
 @pytest.mark.parametrize("handler", [WithoutFolders, Blank])
 def test_an_empty_listing_is_not_believed_before_an_object_is_read(folder: Path, handler: type[Whole]) -> None:
     with served(folder, handler) as store, pytest.raises(StoreError, match="expected a server that lists folders"):
