@@ -158,7 +158,7 @@ class StoreOutlet(Outlet):
             return True
         with self._state:
             if request_id not in self._claims:
-                nbytes = bytes_besides(segment)
+                nbytes = bytes_of_sample(segment)
                 if not self.ring.claim(nbytes):
                     return False
                 self._claims[request_id] = nbytes
@@ -337,7 +337,7 @@ def process_writers(settings: ConnectorConfig) -> MakeWriters:
     return make
 
 
-def bytes_besides(segment: Segment) -> int:
+def bytes_of_sample(segment: Segment) -> int:
     """Return an upper estimate of a sample's bytes in one process until it is stored, without its states."""
     attached = sum(array.nbytes for array in segment.attached.values())
     # A str with non-ASCII characters takes up to four bytes for each character.

@@ -180,6 +180,17 @@ def test_a_page_without_links_is_no_empty_folder(folder: Path) -> None:
             list(store.list())
 
 
+def counting(asked: list[str]) -> type[Whole]:
+    """A server that appends the path of each listing to ``asked``."""
+
+    class Counting(Whole):
+        def list_directory(self, path: str | PathLike[str]) -> BytesIO | None:
+            asked.append(self.path)
+            return super().list_directory(path)
+
+    return Counting
+
+
 def test_an_empty_folder_has_no_objects(folder: Path) -> None:
     (folder / "run" / "empty folder").mkdir()
     with served(folder, Whole) as store:
@@ -190,13 +201,7 @@ def test_an_empty_folder_has_no_objects(folder: Path) -> None:
 def test_a_folder_that_no_name_with_the_prefix_is_in_is_not_listed(folder: Path) -> None:
     (folder / "run" / "bel").mkdir()
     asked: list[str] = []
-
-    class Counted(Whole):
-        def list_directory(self, path: str | PathLike[str]) -> BytesIO | None:
-            asked.append(self.path)
-            return super().list_directory(path)
-
-    with served(folder, Counted) as store:
+    with served(folder, counting(asked)) as store:
         store.head("below/part")
         assert not list(store.list("be."))
         assert [info.name for info in store.list("belo")] == ["below/part"]
@@ -261,13 +266,7 @@ def test_a_run_on_a_server_that_lists_no_folders_does_not_open(
 
 def test_a_server_that_lists_folders_is_asked_once(folder: Path) -> None:
     asked: list[str] = []
-
-    class Counted(Whole):
-        def list_directory(self, path: str | PathLike[str]) -> BytesIO | None:
-            asked.append(self.path)
-            return super().list_directory(path)
-
-    with served(folder, Counted) as store:
+    with served(folder, counting(asked)) as store:
         store.head("below/part")
         assert [list(store.list("manifest/")) for _ in range(3)] == [[], [], []]
         assert asked.count("/run/") == 4  # once as the proof, and once in each listing, as the parent of manifest/
