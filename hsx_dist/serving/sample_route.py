@@ -28,6 +28,8 @@ _MAX_KEY = MAX_KEY + 24
 _MAX_LIST = 4096
 #: Bytes that are sent at once.
 _SLICE = 256 << 10
+#: Characters of an identity: two hashes and their names take about 100. Errors show it, at each look for the sample.
+_MAX_IDENTITY = 1024
 _KNOWN = ("identity", "layers", "points", "tokens", "wait")
 _TOKENS = re.compile(r"(-?[0-9]{1,12})?:(-?[0-9]{1,12})?")
 
@@ -153,7 +155,7 @@ def _identity(value: str | None) -> dict[str, Any] | None:
     if value is None:
         return None
     try:
-        found = json.loads(value)
+        found = json.loads(value) if len(value) <= _MAX_IDENTITY else None
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not found:

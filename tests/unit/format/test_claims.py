@@ -266,10 +266,11 @@ def test_a_large_object_where_a_small_one_is_expected_is_not_fetched(tmp_path: P
         read_json(store, name)
 
 
-def test_a_nested_object_is_not_indented_to_many_times_its_size(tmp_path: Path) -> None:
-    """The checksum is that of indented JSON. Here this would have 50 MB."""
+@pytest.mark.parametrize("checksum", [b',"crc32c":"00000000"}', b"}"])
+def test_a_nested_object_is_not_indented_to_many_times_its_size(tmp_path: Path, checksum: bytes) -> None:
+    """The checksum is that of indented JSON, which commands print. Here it would have 50 MB."""
     store = LocalStore(tmp_path)
-    store.put("run.json", [b'{"a":' + b"[" * 197 + b"1" + b",1" * 249_000 + b"]" * 197 + b',"crc32c":"00000000"}'])
+    store.put("run.json", [b'{"a":' + b"[" * 197 + b"1" + b",1" * 249_000 + b"]" * 197 + checksum])
     with pytest.raises(FormatError, match=f"run.json: expected at most {MAX_JSON_BYTES} bytes of indented JSON"):
         read_json(store, "run.json")
     value = {"a": [[1, "\u00e9"], {}], "b": 0.5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs.rows import Row, read_rows
+from hsx_dist.inputs.times import rows_of_changed_times, time_checks
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -107,3 +109,38 @@ def test_wrong_references_next_to_a_bad_value_end_the_input(tmp_path: Path, valu
     column = pa.DictionaryArray.from_arrays(wrong, VALUES[value], safe=False)
     with pytest.raises(FormatError, match="to be a whole arrow file"):
         _read(tmp_path / "in.arrow", column)
+
+
+@pytest.mark.parametrize("nested", NESTED)
+def test_the_rows_of_a_slice_are_found(nested: str) -> None:
+    """Rows are checked in slices of a file's batches, whose nested arrays have offsets."""
+    bad = [3, 4, 11]
+    values = _numbers(pa.time32("s"), [DAY if i in bad else 1 for i in range(12)], "i4")
+    chunks = [NESTED[nested](values.slice(at, 3)) for at in range(0, 12, 3)]
+    batch = pa.record_batch({"a": pa.concat_arrays(chunks)})
+    checks = time_checks(batch.schema)
+    for start in range(12):
+        for stop in range(start, 12):
+            part = batch.slice(start, stop - start)
+            assert rows_of_changed_times(part, checks) == {i - start for i in bad if start <= i < stop}
+
+
+def test_a_bad_time_below_a_null_is_no_value() -> None:
+    values = _numbers(pa.time32("s"), [DAY, DAY, 1], "i4")
+    mask = pa.array([True, False, False])
+    below = pa.StructArray.from_arrays([values], ["a"], mask=mask)
+    lists = pa.ListArray.from_arrays(OFFSETS, values, mask=mask)
+    batch = pa.record_batch({"a": below, "b": lists})
+    assert rows_of_changed_times(batch, time_checks(batch.schema)) == {1}
+
+
+def test_types_without_values_take_no_time() -> None:
+    """A file has few bytes for each null of such a type. Each took a millisecond."""
+    kind = pa.list_(pa.struct([(f"f{i}", pa.time64("us")) for i in range(4000)]))
+    rows = [None] * 255 + [[]]
+    batch = pa.record_batch({"a": pa.array(rows, kind)})
+    checks = time_checks(batch.schema)
+    begin = time.process_time()
+    for _ in range(100):
+        assert not rows_of_changed_times(batch, checks)
+    assert time.process_time() - begin < 1

@@ -265,6 +265,7 @@ def test_an_object_that_is_stored_anew_while_it_streams_is_read_on(tmp_path, mon
         ("k?wait=nan", 400),
         ("k?wait=-1", 400),
         ("k?identity=1", 400),
+        (f"k?identity=%7B%22a%22:%22{'b' * 2000}%22%7D", 400),  # each look for the sample would show it
         ("k?identity=%7B%7D", 400),
         ("k?other=1", 400),
         ("k?layers=2&layers=15", 400),
