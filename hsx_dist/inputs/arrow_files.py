@@ -23,6 +23,10 @@ _CONTINUES, _ENDS = b"\xff\xff\xff\xff", b"\0\0\0\0"
 #: Types of the requested columns of a file, also nested ones. Each batch, and each value of some types, takes time for
 #: all of them, also if no value has them.
 _MOST_TYPES = 4096
+#: Characters of the names of all these types. Each JSON text of a structure has the names again.
+_MOST_NAMES = 1 << 18
+#: Characters of a time zone's name. Arrow reads the name again for each value.
+_LONGEST_ZONE = 64
 #: Bytes of a column that are read at once.
 _BUFFER = 1 << 20
 
@@ -93,8 +97,8 @@ def check_fields(schema: Any, columns: Iterable[str]) -> None:
     text ``plain`` would become the prompt ``"plain"``, with quotes.
     """
     todo = [(schema.field(name), name) for name in columns]
-    types = len(todo)
-    while todo and types <= _MOST_TYPES:
+    types, names = len(todo), 0
+    while todo and types <= _MOST_TYPES and names <= _MOST_NAMES:
         field, name = todo.pop()
         if (field.metadata or {}).get(_NAME) == b"arrow.json":
             raise _unsupported(name, "Arrow's type arrow.json")
@@ -102,11 +106,13 @@ def check_fields(schema: Any, columns: Iterable[str]) -> None:
             raise _unsupported(name, f"the type {str(field.type)[:80]}")
         inner = _fields(field.type)
         types += len(inner)
+        names += sum(len(f.name) for f in inner)
         todo += [(f, name) for f in inner]  # the column's name alone: joined names of many fields may take GiB
-    if types > _MOST_TYPES:
+    if types > _MOST_TYPES or names > _MOST_NAMES:
         raise FormatError(
-            f"expected requested columns of at most {_MOST_TYPES} types, with those in structures, lists and maps, got "
-            "more. Request fewer columns, or store wide structures as JSON text"
+            f"expected requested columns of at most {_MOST_TYPES} types with names of {_MOST_NAMES} characters in all, "
+            "with those in structures, lists and maps, got more. Request fewer columns, or store wide structures as "
+            "JSON text"
         )
 
 
@@ -114,7 +120,11 @@ def _is_supported(kind: Any) -> bool:
     import pyarrow as pa
 
     types = pa.types
+    if types.is_timestamp(kind):
+        return kind.tz is None or len(kind.tz) <= _LONGEST_ZONE
     if types.is_dictionary(kind):
+        if not _is_supported(kind.value_type):
+            return False
         return not (types.is_nested(kind.value_type) or types.is_dictionary(kind.value_type))
     views = types.is_list_view(kind) or types.is_large_list_view(kind)
     return not (views or types.is_union(kind) or types.is_run_end_encoded(kind))

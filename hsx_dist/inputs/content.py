@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hsx_dist.connector.request_params import MAX_METADATA_BYTES
+from hsx_dist.connector.request_params import MAX_METADATA_BYTES, MAX_METADATA_DEPTH
 from hsx_dist.errors import InputError
 from hsx_dist.inputs.row_cost import cost_of_json, most_cost
 from hsx_dist.inputs.row_values import chat_value, is_unicode, kind_of, metadata_value, row_json, shown
+from hsx_dist.json_limits import json_text
 
 #: vLLM's token ids are int32 in its batches.
 _MAX_TOKEN_ID = (1 << 31) - 1
@@ -165,11 +165,10 @@ def json_metadata(values: dict[str, Any]) -> dict[str, Any]:
     """
     # Every value takes at least a byte. So the limit of their number stops a far too large column before it is encoded.
     found = {name: metadata_value(value, name, MAX_METADATA_BYTES) for name, value in values.items()}
-    size = len(json.dumps(found))
-    if size > MAX_METADATA_BYTES:
-        raise InputError(
-            f"metadata: expected at most {MAX_METADATA_BYTES} bytes as JSON, got {size}. Name fewer or smaller columns"
-        )
+    try:
+        json_text(found, max_bytes=MAX_METADATA_BYTES, max_depth=MAX_METADATA_DEPTH)
+    except ValueError as e:
+        raise InputError(f"metadata: {e}, or name fewer columns") from e
     return found
 
 

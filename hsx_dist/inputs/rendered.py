@@ -25,6 +25,8 @@ _THOUGHT = re.compile(
 )
 #: Switches of Qwen3, SmolLM3, Nemotron and GLM, which templates remove from texts.
 _SWITCH = re.compile(r"(?<!\S)/(?:(?:no_?)?think|system_override)(?!\S)")
+#: Texts of a chat, its calls and its tools: each gets a mark, which takes several hundred bytes.
+_MOST_MARKS = 1 << 16
 _WITHOUT_SPACE = dict.fromkeys(i for i in range(0x3001) if chr(i).isspace())
 #: Templates write texts of these roles at the beginning of the prompt, also those of later messages.
 _SYSTEM = ("system", "developer")
@@ -62,6 +64,7 @@ def require_rendered(
     """
     require_text_and_calls(messages)
     require_functions(tools)
+    _require_few(messages, tools)
     if any(message.get("content") is None for message in messages):
         _require_no_none(messages, tools, render)
     marks = [_marks(i, message.get("content")) for i, message in enumerate(messages)]
@@ -189,6 +192,18 @@ def _end_of(forms: list[str], prompt: str, start: int) -> int:
         if found >= 0 or stop >= len(prompt):
             return found
         distance *= 2
+
+
+def _require_few(messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
+    count = len(tools or ())
+    for message in messages:
+        content = message.get("content")
+        count += (len(content) if isinstance(content, list) else 1) + len(message.get("tool_calls") or ())
+    if count > _MOST_MARKS:
+        raise InputError(
+            f"expected at most {_MOST_MARKS} texts, calls and tools in a chat, got {count}. Join texts of parts, or "
+            "split the row"
+        )
 
 
 def _require_no_none(messages: list[dict[str, Any]], tools: list[Any] | None, render: RenderWithTools) -> None:

@@ -26,6 +26,9 @@ _FEW_MEMBERS, _MEMBER = 5, 110
 _FEW_COLONS = _FREE_BYTES // _MEMBER
 #: Least cost of a value of a table, and the cost of a number.
 _VALUE = 64
+#: Characters of a structure's field name that cost nothing. JSON text takes up to 2 bytes for each other one, and up to
+#: 12 if the name is not plain. Python's objects share the name.
+_FREE_NAME, _PLAIN_CHARACTER, _CHARACTER = 16, 2, 12
 #: An integer key of a map becomes text, which takes more.
 _INTEGER_NAME = 16
 #: Costs of other values of a fixed width. pickle, which carries rows to the driver, remembers the parts of each.
@@ -93,7 +96,11 @@ def _cost(values: Any, starts: _Numbers, sizes: _Numbers, most: int) -> int:
     if fixed := _fixed_cost(kind):
         return fixed * n
     if types.is_struct(kind):
-        return 250 * n + sum(100 * n + _cost(values.field(i), starts, sizes, most) for i in range(kind.num_fields))
+        names = n * sum(_name_cost(field.name) for field in kind)
+        if names > most:
+            return names
+        inner = sum(100 * n + _cost(values.field(i), starts, sizes, most) for i in range(kind.num_fields))
+        return 250 * n + names + inner
     if types.is_fixed_size_binary(kind):
         return (80 + _TEXT_BYTE * kind.byte_width) * n
     if types.is_fixed_size_list(kind):
@@ -129,6 +136,13 @@ def _cost_of_references(values: Any, at: _Numbers, most: int) -> int:
         places = _buffer(values.indices, 1, kind.index_type.to_pandas_dtype())[at]
         return _cost(values.dictionary, places.astype(np.int64), np.ones(len(at), np.int64), most)
     raise FormatError(f"expected columns of a type that has Python values, got {str(kind)[:80]}. Cast the column")
+
+
+def _name_cost(name: str) -> int:
+    more = len(name) - _FREE_NAME
+    if more <= 0:
+        return 0
+    return more * (_PLAIN_CHARACTER if name.isascii() and name.isprintable() else _CHARACTER)
 
 
 def _fixed_cost(kind: Any) -> int:

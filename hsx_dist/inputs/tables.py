@@ -363,13 +363,19 @@ def _records(batch: Any, reading: _Reading) -> list[Any]:
     A row without Python values becomes ``Unreadable``. It has a date after the year 9999, text that is not UTF-8,
     nanoseconds, a changed time, a map with a key twice, or a deeply nested type.
     """
+    changed = rows_of_changed_times(batch, reading.times)  # of all rows at once, which visits each type once
+    found = _values(batch, reading.convert)
+    for i in changed:
+        found[i] = Unreadable(CHANGED_TIME)
+    return found
+
+
+def _values(batch: Any, convert: Converters) -> list[Any]:
     try:
         found: list[Any] = batch.to_pylist()
-        for name, convert in reading.convert.items():
+        for name, of_value in convert.items():
             for row in found:
-                row[name] = convert(row[name])
-        for i in rows_of_changed_times(batch, reading.times):
-            found[i] = Unreadable(CHANGED_TIME)
+                row[name] = of_value(row[name])
         return found
     except MemoryError:
         raise  # not the row's fault
@@ -377,4 +383,4 @@ def _records(batch: Any, reading: _Reading) -> list[Any]:
         if batch.num_rows == 1:
             why = "a map has a key twice" if isinstance(e, KeyError) else type(e).__name__
             return [Unreadable(f"the row's values cannot be read ({why}). Correct or cast the column")]
-        return [row for i in range(batch.num_rows) for row in _records(batch.slice(i, 1), reading)]
+        return [row for i in range(batch.num_rows) for row in _values(batch.slice(i, 1), convert)]

@@ -77,7 +77,7 @@ ALLOWED: dict[str, set[str]] = {
         "transport",
     },
     "testing": {"errors", "page", "store", "format"},
-    "inputs": {"errors", "config", "store", "format", "connector", "logger", "new_process", "text"},
+    "inputs": {"errors", "config", "store", "format", "connector", "json_limits", "logger", "new_process", "text"},
     "fleet": {
         *(
             "errors",

@@ -448,12 +448,38 @@ def test_requested_columns_have_few_types(tmp_path: Path) -> None:
             _read_one(path, {"m": pa.nulls(1, kind)})
 
 
+def test_names_of_fields_are_short(tmp_path: Path) -> None:
+    """Each JSON text of a structure has its names again."""
+    for length, fields in ((1 << 18, 1), (1024, 256)):
+        names = [f"{i:0{length}d}" for i in range(fields)]
+        fits = pa.StructArray.from_arrays([pa.nulls(1)] * fields, names)
+        (row,) = _read_one(tmp_path / "in", {"m": fits.slice(0, 0).take(pa.array([None], pa.int8()))})
+        assert isinstance(row, Row)
+        column = pa.nulls(1, pa.list_(fits.type))
+        with pytest.raises(FormatError, match="names of 262144 characters in all"):
+            _read_one(tmp_path / "in", {"m": column})
+
+
+@pytest.mark.parametrize("place", ["column", "list", "dictionary"])
+def test_a_long_name_of_a_time_zone_is_refused(tmp_path: Path, place: str) -> None:
+    """Arrow reads the name again for each value."""
+    for zone, fits in (("America/Argentina/ComodRivadavia", True), ("n" * 65, False)):
+        kind: Any = pa.timestamp("us", zone)
+        if place != "column":
+            kind = pa.list_(kind) if place == "list" else pa.dictionary(pa.int8(), kind)
+        if fits:
+            assert len(_read_one(tmp_path / "in", {"m": pa.nulls(1, kind)})) == 1
+        else:
+            with pytest.raises(FormatError, match=r"column m: expected text, .*got the type .*nnn"):
+                _read_one(tmp_path / "in", {"m": pa.nulls(1, kind)})
+
+
 def test_an_error_of_a_type_in_others_names_only_the_column(tmp_path: Path) -> None:
-    """The joined names of many fields would take GiB: each name may have a MiB."""
-    odd = pa.field("o" * 100_000, pa.string(), metadata={"ARROW:extension:name": "arrow.json"})
+    """The joined names of many fields would take GiB."""
+    odd = pa.field("o" * 50_000, pa.string(), metadata={"ARROW:extension:name": "arrow.json"})
     kind = pa.struct([odd, *(pa.field(f"{'x' * 1000}{i}", pa.null()) for i in range(100))])
-    for _ in range(3):
-        kind = pa.struct([pa.field("y" * 100_000, kind)])
+    for _ in range(2):
+        kind = pa.struct([pa.field("y" * 50_000, kind)])
     with pytest.raises(FormatError, match=r"column m: expected text, .* arrow\.json") as error:
         _read_one(tmp_path / "in", {"m": pa.nulls(1, kind)})
     assert len(str(error.value)) < 1000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tracemalloc
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -15,12 +16,16 @@ from hypothesis import strategies as st
 
 from hsx_dist.config import InputConfig
 from hsx_dist.connector.request_params import read_request_params
+from hsx_dist.errors import InputError
 from hsx_dist.format.manifest import Receipt, RowFate
+from hsx_dist.inputs.content import json_metadata
 from hsx_dist.inputs.loss_mask import _agreement
+from hsx_dist.inputs.rendered import require_rendered
 from hsx_dist.inputs.rows import Row, read_rows, rows_from
 
 CONFIG = InputConfig(metadata=["extra", "more"])
 CHAT = [{"role": "user", "content": "hi"}]
+CALL = {"function": {"name": "f", "arguments": {}}}
 
 
 def deep(levels: int, box: str = "list") -> Any:
@@ -315,3 +320,33 @@ def test_numbers_and_texts_of_other_libraries_become_pythons_own() -> None:
 
     found = metadata_value({"a": [np.float64(0.5), np.str_("x"), True, 3]}, "metadata", 100)
     assert [type(v) for v in found["a"]] == [float, str, bool, int]
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools"),
+    [
+        ([{"role": "user", "content": ["a"] * 65_537}], None),
+        ([{"role": "user", "content": "a"}] * 65_537, None),
+        ([{"role": "user", "content": "a", "tool_calls": [CALL] * 65_536}], None),
+        ([{"role": "user", "content": "a"}], [{"name": "f"}] * 65_536),
+    ],
+)
+def test_a_chat_of_very_many_texts_is_refused_before_it_is_rendered(messages: Any, tools: Any) -> None:
+    def never(*_: Any) -> str:
+        raise AssertionError
+
+    with pytest.raises(InputError, match="expected at most 65536 texts, calls and tools in a chat, got 65537"):
+        require_rendered(messages, tools, never)
+
+
+def test_metadata_of_one_long_name_is_refused_before_it_is_encoded() -> None:
+    """The name is one object, and each structure has it."""
+    name = "n" * 400_000
+    rows = [{name: 1} for _ in range(30_000)]
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match="metadata: expected at most 65536 bytes as JSON"):
+            json_metadata({"m": rows})
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()

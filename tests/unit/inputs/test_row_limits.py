@@ -225,6 +225,23 @@ def test_types_whose_values_overlap_are_refused(tmp_path: Path, kind: str, place
         _rows(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "cost"), [("a" * 16, 0), ("a" * 1016, 2000), ("é" * 1016, 12_000), ("\n" * 1016, 12_000)]
+)
+def test_the_names_of_structures_are_counted_for_each_value(name: str, cost: int) -> None:
+    """They are stored once, and are in each JSON text of a structure."""
+    short, long = (
+        cost_of_columns(
+            pa.record_batch([pa.array([[{n: 1}] * 5], pa.list_(pa.struct([(n, pa.int8())])))], ["a"]), 1 << 40
+        )
+        for n in ("a", name)
+    )
+    assert long - short == 5 * cost
+    assert len(json.dumps({name: 1})) - 32 <= cost
+    rows = pa.array([[{name: 1}] * 200_000], pa.list_(pa.struct([(name, pa.int8())])))
+    assert cost == 0 or cost_of_columns(pa.record_batch([rows], ["a"]), 1 << 20) > 1 << 20
+
+
 @pytest.mark.parametrize("kind", ["view", "dictionary"])
 def test_each_row_of_a_batch_is_counted_with_its_own_bytes(kind: str) -> None:
     """A short row is not counted with the size of its batch's longest row."""

@@ -16,6 +16,7 @@ import pytest
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError
 from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs import tables
 from hsx_dist.inputs.rows import Row, read_rows
 from hsx_dist.inputs.times import rows_of_changed_times, time_checks
 
@@ -144,3 +145,22 @@ def test_types_without_values_take_no_time() -> None:
     for _ in range(100):
         assert not rows_of_changed_times(batch, checks)
     assert time.process_time() - begin < 1
+
+
+def test_a_row_that_cannot_be_read_does_not_check_each_row_of_its_batch_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(
+        tables, "rows_of_changed_times", lambda *given: calls.append(1) or rows_of_changed_times(*given)
+    )
+    texts = pa.Array.from_buffers(
+        pa.string(),
+        200,
+        [None, pa.py_buffer(np.arange(201, dtype="i4")), pa.py_buffer(b"a" * 99 + b"\xff" + b"a" * 100)],
+    )
+    times = _numbers(pa.time32("s"), [DAY if i == 7 else 1 for i in range(200)], "i4")
+    feather.write_feather(pa.table({"text": texts, "extra": times}), tmp_path / "in.arrow", "uncompressed")
+    rows = list(read_rows(InputConfig(path=str(tmp_path / "in.arrow"), metadata=["extra"])))
+    assert [i for i, row in enumerate(rows) if isinstance(row, RowFate)] == [7, 99]
+    assert len(calls) == 1
