@@ -11,6 +11,7 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.chunk_places import ChunkPlaces
 from hsx_dist.format.codecs import Codec, codec_for
 from hsx_dist.format.codecs.base import check_expansion, raw_array
 from hsx_dist.format.description import MAX_HEADER_BYTES
@@ -61,6 +62,7 @@ class Part:
         self.description, self._tensors = parse_header(body, size - self.header_bytes)
         self._store = store
         self._front = memoryview(front)
+        self._places = ChunkPlaces()
         self._where = f"{store.url.rstrip('/')}/{name}"
 
     @classmethod
@@ -266,9 +268,9 @@ class Part:
 
     def _layer_range(self, i: int, k: int, first: int, last: int) -> tuple[int, int]:
         """Chunks ``[first, last)`` of the ``k``-th stored layer, which follow one another."""
-        sizes = self._info(i).chunk_sizes(k)
-        start = self._begin(f"{i}.{k}") + sum(sizes[:first])
-        return start, start + sum(sizes[first:last])
+        info = self._info(i)
+        start = self._begin(f"{i}.{k}") + self._places.bytes_before(i, info, k, first)
+        return start, start + sum(info.chunk_sizes(k, first, last))
 
     def _wanted(self, i: int, picks: Sequence[int], start: int, stop: int) -> tuple[int, int, list[tuple[int, int]]]:
         """First and last chunk with tokens ``[start, stop)``, and the ranges to fetch for the layers ``picks``."""
@@ -349,10 +351,9 @@ class Part:
         """Decode ``chunks`` of a layer from their stored bytes, ``view``, into ``out`` ``[n, H]``: tokens from
         ``start`` on."""
         info = self._info(i)
-        sizes = info.chunk_sizes(k)
         begin, stop = 0, start + len(out)
-        for c in range(*chunks):
-            data, begin = view[begin : begin + sizes[c]], begin + sizes[c]
+        for c, size in zip(range(*chunks), info.chunk_sizes(k, *chunks), strict=True):
+            data, begin = view[begin : begin + size], begin + size
             a, b = info.chunk_span(c)
             if start <= a and b <= stop:
                 self._decode(i, k, c, data, out[a - start : b - start])

@@ -118,11 +118,12 @@ class SegmentInfo:
         """Bytes of all states before encoding."""
         return self.segment.num_tokens * self.num_layers * self.row_bytes
 
-    def chunk_sizes(self, layer: int) -> Sequence[int]:
-        """Stored bytes of every chunk of the ``layer``-th stored layer."""
+    def chunk_sizes(self, layer: int, first: int = 0, last: int | None = None) -> Sequence[int]:
+        """Stored bytes of the chunks ``[first, last)`` of the ``layer``-th stored layer. ``None``: to the last one."""
         if self.sizes:
-            return self.sizes[layer]
-        return [(b - a) * self.row_bytes for a, b in map(self.chunk_span, range(self.num_chunks))]
+            return self.sizes[layer][first:last]
+        chunks = range(self.num_chunks)[first:last]
+        return [(b - a) * self.row_bytes for a, b in map(self.chunk_span, chunks)]
 
     def layer_bytes(self, layer: int) -> int:
         """Stored bytes of the ``layer``-th stored layer."""

@@ -386,6 +386,25 @@ def test_checking_every_chunk_takes_time_in_proportion_to_the_chunks() -> None:
     check_linear(make, 400)
 
 
+@pytest.mark.parametrize("codec", [NoneCodec(), ZstdCodec()])
+def test_finding_a_chunk_takes_the_same_time_for_each(codec: Codec) -> None:
+    def make(chunks: int) -> Callable[[], object]:
+        sizes, crcs = () if codec == NoneCodec() else ((1,) * chunks,), ((0,) * chunks,)
+        info = SegmentInfo(Segment("a", 0, 0, chunks, chunks), (2,), "bfloat16", 1, 1, 1, sizes, crcs, 0)
+        description = Description(codec, {}, "segments", (info,))
+        head, store = build_header(description), MemoryStore()
+        store.put("p", [head])
+        part = Part.open(store, "p", header_bytes=len(head), size=len(head) + description.data_bytes)
+        size = sizes[0][0] if sizes else 2
+
+        def find() -> None:
+            assert all(part.fetch_bytes(0, None, (c, c + 1)) == size for c in range(chunks))
+
+        return find
+
+    check_linear(make, 3000)
+
+
 @pytest.mark.slow
 def test_a_header_of_thousands_of_segments_takes_one_or_two_requests() -> None:
     samples = [random_sample(f"conversation-{i:07}", 2, hidden_size=8, seed=i) for i in range(2000)]
