@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import FormatError, IntegrityError
-from hsx_dist.format.codecs.base import check_expansion
+from hsx_dist.format.codecs.base import FREE_BYTES, check_expansion
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.container_read import Empty, Loaded, new_states
 from hsx_dist.format.json_objects import MemberCheck, count, list_of, object_of
@@ -124,7 +125,7 @@ class SampleColumn:
         first = self.first
         if layers is None and first.layer_ids:
             layers = first.layer_ids  # segments may store layers in different orders
-        spans, within = [proof.segment for proof in self.segments], self._within(start, stop)
+        within = self._within(start, stop)
         ids: list[np.ndarray[Any, Any]] = []
         small: dict[str, np.ndarray[Any, Any]] = {}
         if len(within) > 1 and out is None:
@@ -132,7 +133,7 @@ class SampleColumn:
             self.check_size(within, (stop - start) * num_layers * first.row_bytes)
             out = (empty or new_states)((stop - start, num_layers, first.hidden_size), first.dtype)
         for i in within:
-            s, (part, slot) = spans[i], self.part(i)
+            s, (part, slot) = self.segments[i].segment, self.part(i)
             a, b = max(start, s.start), max(min(stop, s.stop), max(start, s.start))
             states, own, attached = part.load(
                 slot,
@@ -156,10 +157,11 @@ class SampleColumn:
             ids += _ID_BYTES * s.num_tokens
         return found + ids + _ID_BYTES * (stop - start)
 
-    def _within(self, start: int, stop: int) -> list[int]:
+    def _within(self, start: int, stop: int) -> range:
         """Segments with tokens in ``[start, stop)``. Without any: the first. Its empty array has the right shape."""
-        spans = [proof.segment for proof in self.segments]
-        return [i for i, s in enumerate(spans) if s.start < stop and start < s.stop] or [0]
+        first = bisect_right(self.segments, start, key=lambda proof: proof.segment.stop)
+        last = bisect_left(self.segments, stop, key=lambda proof: proof.segment.start)
+        return range(first, last) or range(1)
 
     def check_size(self, segments: Iterable[int], nbytes: int) -> None:
         """Refuse to allocate ``nbytes`` for states before any are fetched: a receipt may claim any number of tokens."""
@@ -309,7 +311,7 @@ def check_columns(points: Iterable[tuple[PointColumns, Sequence[int] | None]], t
     _check_size(parts, nbytes)
 
 
-def check_decoded(points: Sequence[PointColumns], *, channel_bytes: int) -> None:
+def check_decoded(points: Sequence[PointColumns], *, channel_bytes: int = 0) -> None:
     """Raise ``FormatError`` if all states of ``points`` are more than their stored bytes allow.
 
     For a reader that decodes them in small pieces: the limit of each piece does not limit the time of all.
@@ -328,6 +330,8 @@ def check_decoded(points: Sequence[PointColumns], *, channel_bytes: int) -> None
 
 
 def _check_size(parts: Mapping[str, Part], nbytes: int) -> None:
+    if nbytes <= FREE_BYTES:  # the size of the parts does not matter
+        return
     for part in parts.values():
         part.check_size()
     check_expansion(nbytes, sum(part.size for part in parts.values()))

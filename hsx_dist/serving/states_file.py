@@ -6,7 +6,6 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -14,8 +13,8 @@ import numpy as np
 from hsx_dist.format.description import TENSOR_DTYPE
 from hsx_dist.format.identity import IDENTITY
 from hsx_dist.page import CARRIER, HIDDEN_STATES
-from hsx_dist.reading.column import LOSS_MASK, StoredPoint
-from hsx_dist.reading.sample import Sample, load_bytes
+from hsx_dist.reading.column import LOSS_MASK, StoredPoint, check_decoded
+from hsx_dist.reading.sample import Sample, columns_of, load_bytes
 
 #: Bytes of states that are loaded at once, if a chunk of the stored object is not larger.
 PIECE_BYTES = 8 << 20
@@ -66,7 +65,8 @@ class StatesFile:
 
         Raises:
             ConfigError: the sample has no such layer or point.
-            FormatError, StoreError: as ``Sample.load``.
+            FormatError: as ``Sample.load``. Or all states of the points are more than their stored bytes allow.
+            StoreError: as ``Sample.load``.
         """
         self._sample, self._layers = sample, wanted.layers
         self._start, stop, _ = slice(*(wanted.tokens or (None, None))).indices(sample.num_tokens)
@@ -78,6 +78,9 @@ class StatesFile:
         alone = wanted.points is None and HIDDEN_STATES in stored
         names = (HIDDEN_STATES,) if alone else tuple(stored) if wanted.points in (None, "all") else wanted.points or ()
         self._states = [self._describe(name, stored) for name in names]
+        # A small object may claim any number of pieces. Count them only after this check.
+        columns = columns_of(sample)
+        check_decoded([columns[name] for name in names])
         for name in names:
             ids = wanted.layers or stored[name].layers
             small["layer_ids" if alone else f"{name}.layer_ids"] = np.array(ids, np.int64)
@@ -98,7 +101,8 @@ class StatesFile:
         fetched = max((self._load_bytes(name, b) - self._load_bytes(name, a) for name in names), default=0)
         # Schema ``vllm`` stores all layers of a token together.
         self._step = max(chunk, PIECE_BYTES // max(row_bytes, fetched // chunk, 1) // chunk * chunk)
-        reads = [self._load_bytes(name, span) for name in names for span in self._spans()]
+        self._num_spans = -(-self._stop // self._step) - self._start // self._step if self._start < self._stop else 0
+        reads = (self._load_bytes(name, self._span(i)) for name in names for i in range(self._num_spans))
         piece = min(self._step, self._stop - self._start) * row_bytes + max(reads, default=0)
         # The allocator keeps as much again (measured: 28 MB for a piece of 8 MB).
         self.loading_bytes = 2 * piece + _DECODED * len(meta)
@@ -134,19 +138,17 @@ class StatesFile:
 
     def __len__(self) -> int:
         """Number of pieces."""
-        return 1 + len(self._states) * len(self._spans())
+        return 1 + len(self._states) * self._num_spans
 
     def piece(self, i: int) -> bytes | memoryview:
         """Return the ``i``-th piece of the file. Blocks; raises as ``Sample.load``."""
         if i == 0:
             return self._front
-        spans = self._spans()
-        states, span = self._states[(i - 1) // len(spans)], spans[(i - 1) % len(spans)]
-        rows, _ = self._sample.load_carrier(self._layers, span, states.name)
+        states, span = divmod(i - 1, self._num_spans)
+        rows, _ = self._sample.load_carrier(self._layers, self._span(span), self._states[states].name)
         return np.ascontiguousarray(rows).data.cast("B")
 
-    def _spans(self) -> list[tuple[int, int]]:
-        """Return the ranges of tokens that are loaded at once. Each starts at a chunk's start."""
-        cuts = range(self._start // self._step * self._step + self._step, self._stop, self._step)
-        ends = [self._start, *cuts, self._stop]
-        return [(a, b) for a, b in pairwise(ends) if a < b]
+    def _span(self, i: int) -> tuple[int, int]:
+        """Return the ``i``-th range of tokens that are loaded at once. Each but the first starts at a chunk's start."""
+        begin = (self._start // self._step + i) * self._step
+        return max(begin, self._start), min(begin + self._step, self._stop)

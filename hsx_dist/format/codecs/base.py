@@ -20,7 +20,7 @@ EXPANSION_VARIABLE = "HSX_MAX_EXPANSION"
 #: Decoded bytes allowed for one stored byte when the variable is not set.
 _EXPANSION = 64
 #: Decoded bytes that are always allowed, however few bytes are stored.
-_FREE_BYTES = 64 << 20
+FREE_BYTES = 64 << 20
 
 
 @runtime_checkable
@@ -158,12 +158,12 @@ def check_expansion(raw_bytes: int, stored_bytes: int) -> None:
         FormatError: ``raw_bytes`` is more than 64 MiB plus ``HSX_MAX_EXPANSION`` (default: 64) times ``stored_bytes``.
         ConfigError: the variable is not a whole number from 1 to 999999.
     """
-    if raw_bytes <= _FREE_BYTES:
+    if raw_bytes <= FREE_BYTES:
         return
     text = os.environ.get(EXPANSION_VARIABLE) or str(_EXPANSION)
     if not re.fullmatch("[1-9][0-9]{0,5}", text):
         raise ConfigError(f"{EXPANSION_VARIABLE}: expected a whole number from 1 to 999999, got {text!r}. Correct it")
-    if raw_bytes > _FREE_BYTES + int(text) * stored_bytes:
+    if raw_bytes > FREE_BYTES + int(text) * stored_bytes:
         raise FormatError(
             f"expected states of at most {text} times the {stored_bytes} bytes that encode them, got a header "
             f"with {raw_bytes} bytes. If you trust the object, set {EXPANSION_VARIABLE} to a larger number"
