@@ -171,6 +171,11 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
         return Unavailable(f"{where}: {detail}. {_ENDPOINT_HINT}")
     if number in FULL:
         return StoreError(f"{where}: {detail}. Free some space, or choose another output")
+    if "InvalidPathError" in names:  # of obstore: one such name ends the whole listing
+        return StoreError(
+            f"{where}: {detail}. No part of a name may be empty, '.' or '..'. Remove that object, or set store.backend "
+            "to fsspec"
+        )
     return StoreError(f"{where}: {detail}")
 
 

@@ -34,7 +34,7 @@ from hsx_dist.store.base import (
 )
 from hsx_dist.store.encoded import without_decoding
 from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
-from hsx_dist.store.pages import in_order, listed, next_page, put_in_order
+from hsx_dist.store.pages import in_order, listed, name_below, next_page, put_in_order
 
 T = TypeVar("T")
 
@@ -306,7 +306,7 @@ class FsspecStore:
             for entry in answer.get("Contents", ()):
                 info = listed(entry, where)
                 if not info.name.endswith("/"):  # a console's folder marker
-                    yield ObjectInfo(info.name[len(root) :], info.size)
+                    yield ObjectInfo(name_below(root, info.name, where), info.size)
             token = next_page(answer, token, where)
             if token is None:
                 return
@@ -324,13 +324,13 @@ class FsspecStore:
             ))  # fmt: skip
         else:
             found = {str(info["name"]): info for info in self._walk(prefix, start)}
-        skip = len(self._root) + 1
-        names = [(str(path)[skip:], info) for path, info in found.items() if str(path).startswith(f"{self._root}/")]
+        where, root = f"list {self.url}/{prefix}", self._root
+        names = [(name_below(f"{root}/", str(path), where), info) for path, info in found.items() if path != root]
         for name, info in sorted(names, key=lambda item: item[0]):
             if info["type"] == "file" and not name.endswith("/"):
                 # Listings of some file systems have no sizes, such as an HTTP server's page of links.
                 if info.get("size") is not None:
-                    yield ObjectInfo(name, stated_size(info["size"], f"list {self.url}/{prefix}"))
+                    yield ObjectInfo(name, stated_size(info["size"], where))
                     continue
                 with suppress(NotFound):  # deleted since
                     yield self.head(name)
@@ -345,6 +345,7 @@ class FsspecStore:
             folder, above = todo.pop()
             for info in self._ls(prefix, folder, above):
                 path = str(info["name"]).rstrip("/")
+                name_below(f"{folder}/", f"{path}/", f"list {self.url}/{prefix}")
                 if info["type"] == "link":
                     raise StoreError(
                         f"list {self.url}/{prefix}: expected files and folders, got the symbolic link {path}: fsspec "

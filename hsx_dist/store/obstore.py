@@ -30,7 +30,7 @@ from hsx_dist.store.faults import Redactor, expired, past_the_end, redirected, t
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.obstore_connection import Connection, NotTranslated
 from hsx_dist.store.obstore_options import connect
-from hsx_dist.store.pages import in_order, next_page, put_in_order
+from hsx_dist.store.pages import in_order, name_below, next_page, put_in_order
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class ObstoreStore:
     every MiB. A longer request raises ``Unavailable``.
 
     Raises:
-        NotTranslated: obstore has no counterpart of an option; use fsspec.
+        NotTranslated: obstore has no counterpart of an option, or changes a part of the URL's path; use fsspec.
         ConfigError: a package is missing, or an option has a wrong type.
         StoreError: the credentials cannot be resolved (``Denied``).
     """
@@ -60,6 +60,8 @@ class ObstoreStore:
         # For files the bucket is the folder's path. The first put makes the folder.
         self._bucket, _, root = (place, "", "") if self._scheme == "file" else place.partition("/")
         self._root = f"{root}/" if root else ""
+        if self._scheme != "file" and not {"", ".", ".."}.isdisjoint(place.split("/")):
+            raise NotTranslated("the URL has an empty part, '.' or '..', which only fsspec stores as written")
         self._options = dict(options or {})
         self._patience = patience
         self._redact = Redactor(self._options, os.environ)
@@ -233,6 +235,7 @@ class ObstoreStore:
         }
 
     def _entries(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
+        where = f"list {self.url}/{prefix}"
         folder = (self._root + prefix).rpartition("/")[0]  # obstore's prefixes are complete components
         offset = self._root + after if after is not None and self._connection.sorts else None
         stream = self._call(
@@ -247,8 +250,19 @@ class ObstoreStore:
                 self._check_pages(prefix, folder)
             for entry in page:
                 path = str(entry["path"])
-                if path.startswith(self._root) and not path.endswith("/"):
-                    yield ObjectInfo(path[len(self._root) :], int(entry["size"]))
+                if path == folder:
+                    continue  # the folder's own marker
+                info = ObjectInfo(name_below(self._root, path, where), int(entry["size"]))
+                if info.size or not self._is_marker(info.name):
+                    yield info
+
+    def _is_marker(self, name: str) -> bool:
+        """Whether a listed name without bytes is a console's folder marker: obstore drops the slash at its end."""
+        try:
+            self.head(name)
+        except NotFound:
+            return True
+        return False
 
     def _check_pages(self, prefix: str, folder: str) -> None:
         """List one name, and check that the store says how the listing continues.

@@ -47,7 +47,8 @@ def open_store(
 
     Raises:
         ConfigError: the URL is empty, of an archive, or contains a credential. Or its scheme is unknown, or the
-            scheme's package is missing. Or ``backend`` is obstore, and an option has no counterpart there.
+            scheme's package is missing. Or ``backend`` is obstore, and an option or the URL has no
+            counterpart there.
     """
     if not url:
         raise ConfigError("expected the url of a store or the path of a folder, got an empty one. Set it")
@@ -127,7 +128,7 @@ def _open_obstore(url: str, options: Mapping[str, Any] | None, *, must: bool) ->
     except NotTranslated as e:
         if must:
             raise ConfigError(
-                f"store.backend: expected options that obstore has too, got another: {e}. Set fsspec or auto"
+                f"store.backend: expected a URL and options that obstore has too, got another: {e}. Set fsspec or auto"
             ) from e
         log.warning("%s uses fsspec, which is slower than obstore: %s", public_url(url), e)
     except ConfigError as e:

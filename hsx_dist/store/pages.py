@@ -43,6 +43,19 @@ def _repeated(info: ObjectInfo, where: str) -> StoreError:
     )
 
 
+def name_below(root: str, path: str, where: str) -> str:
+    """Return the name of a listed object. ``root``: the store's folder, with a slash at its end.
+
+    Raises:
+        StoreError: ``path`` is not below the folder. The store lists other names than it was asked for.
+    """
+    if not path.startswith(root):
+        raise StoreError(
+            f"{where}: expected names that begin with {root!r}, got {path!r}: objects may be missing. Use another store"
+        )
+    return path[len(root) :]
+
+
 def listed(entry: Mapping[str, Any], where: str) -> ObjectInfo:
     """Return the object of an entry of S3's ``list_objects_v2``, under its whole key.
 

@@ -86,6 +86,15 @@ def test_a_symbolic_link_that_fsspec_lists_raises(flaky: FsspecStore, monkeypatc
         list(flaky.list())
 
 
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_name_outside_the_listed_folder_raises(
+    flaky: FsspecStore, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(Flaky, "ls", lambda *_, **__: [{"name": "elsewhere/run/m", "type": kind, "size": 1}])
+    with pytest.raises(StoreError, match=r"list .*: expected names that begin with .*, got 'elsewhere/run/m/?'"):
+        list(flaky.list())
+
+
 def test_a_missing_bucket_of_gcs_is_not_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """GCS's flat listing of an empty prefix is empty, so any NotFound is a real error."""
     store = FsspecStore("memory://b/run")

@@ -1,0 +1,130 @@
+"""Keys that S3 has and a file system has not: empty parts, ``.`` and ``..``, and folder markers of consoles."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+from hsx_dist.errors import ConfigError, StoreError
+from hsx_dist.store import Store, open_store
+from hsx_dist.store.fsspec import FsspecStore
+from hsx_dist.store.obstore import ObstoreStore
+from hsx_dist.store.opening import Backend
+
+
+class Bucket(BaseHTTPRequestHandler):
+    """The bucket ``b`` of a service of S3. It stores each key as written, and lists by name."""
+
+    protocol_version = "HTTP/1.1"  # botocore waits for "100 Continue"
+    keys: dict[str, bytes] = {}  # noqa: RUF012
+    ignores_prefixes = False
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.keys[self._key()] = body
+        self._answer(200)
+
+    def do_HEAD(self) -> None:
+        found = self.keys.get(self._key())
+        self._answer(404 if found is None else 200, found or b"")
+
+    def do_GET(self) -> None:
+        prefix = parse_qs(urlsplit(self.path).query).get("prefix", [""])[0]
+        found = [key for key in sorted(self.keys) if self.ignores_prefixes or key.startswith(prefix)]
+        entries = "".join(
+            f"<Contents><Key>{key}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+            f"<Size>{len(self.keys[key])}</Size></Contents>"
+            for key in found
+        )
+        self._answer(
+            200,
+            '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+            f"<IsTruncated>false</IsTruncated>{entries}<Name>b</Name></ListBucketResult>".encode(),
+        )
+
+    def _key(self) -> str:
+        return unquote(urlsplit(self.path).path).removeprefix("/b/")
+
+    def _answer(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("ETag", '"1"')
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    monkeypatch.setattr(Bucket, "keys", {})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
+    server.shutdown()
+    server.server_close()
+
+
+def _inner(store: Store) -> Store:
+    inner: Store = store._inner  # type: ignore[attr-defined]
+    return inner
+
+
+@pytest.mark.parametrize("path", ["/exp", "x//y", "./x", "x/../y"])
+def test_a_url_with_an_odd_part_has_one_place(options: dict[str, str], path: str) -> None:
+    """obstore changes or refuses these paths, and readers in child processes use fsspec."""
+    store = open_store(f"s3://b/{path}", options, retry_seconds=0)
+    assert isinstance(_inner(store), FsspecStore)
+    store.put_if_absent("m/1", b"1")
+    assert list(Bucket.keys) == [f"{path}/m/1"]
+    assert [info.name for info in store.list("m/")] == ["m/1"]
+    with pytest.raises(ConfigError, match=r"the URL has an empty part, .* Set fsspec or auto"):
+        open_store(f"s3://b/{path}", options, backend="obstore")
+
+
+@pytest.mark.parametrize("url", ["s3://b", "s3://b/", "s3://b//", "s3://b/x/", "s3://b/x//"])
+def test_slashes_at_the_end_of_a_url_do_not_count(options: dict[str, str], url: str) -> None:
+    assert isinstance(_inner(open_store(url, options, backend="obstore")), ObstoreStore)
+    for backend in ("obstore", "fsspec"):
+        open_store(url, options, backend=backend, retry_seconds=0).put("a", [backend.encode()])  # type: ignore[arg-type]
+    assert list(Bucket.keys) == [f"{url[5:].rstrip('/')}/a".removeprefix("b/")]
+
+
+@pytest.mark.parametrize("sorts", [True, False])
+@pytest.mark.parametrize("made", [ObstoreStore, FsspecStore])
+def test_folder_markers_are_no_objects(
+    options: dict[str, str], monkeypatch: pytest.MonkeyPatch, made: type[ObstoreStore | FsspecStore], sorts: bool
+) -> None:
+    for name in ("", "empty/", "none", "user-1", "user/", "user/x"):
+        Bucket.keys[f"m/{name}"] = b"1" if name.startswith("user") and name != "user/" else b""
+    store = made("s3://b/m", options)
+    if isinstance(store, ObstoreStore):
+        store._connection = replace(store._connection, sorts=sorts)
+    else:
+        monkeypatch.setattr(FsspecStore, "_sorts", lambda _: sorts)
+    assert [info.name for info in store.list()] == ["none", "user-1", "user/x"]
+    assert [info.name for info in store.list("user/")] == ["user/x"]
+
+
+def test_a_key_that_obstore_cannot_list_is_named_with_a_remedy(options: dict[str, str]) -> None:
+    Bucket.keys["m/d//e"] = b"1"
+    with pytest.raises(StoreError, match=r"m/d//e.* Remove that object, or set store\.backend to fsspec"):
+        list(open_store("s3://b/m", options, backend="obstore", retry_seconds=0).list())
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+def test_a_store_that_lists_other_names_is_refused(
+    options: dict[str, str], monkeypatch: pytest.MonkeyPatch, backend: Backend
+) -> None:
+    monkeypatch.setattr(Bucket, "ignores_prefixes", True)
+    Bucket.keys["other/a"] = b"1"
+    with pytest.raises(StoreError, match="expected names that begin with 'm/', got 'other/a'"):
+        list(open_store("s3://b/m", options, backend=backend, retry_seconds=0).list())
