@@ -120,7 +120,9 @@ class SchedulerHalf:
             return _refused(options, why)
         if options.save and not self._points:
             return _refused(options, "expected captured points from the workers, got none. Check the workers' log")
-        if not options.chosen or not options.save:
+        # In a job, ids of rows are unique, and a row that is computed again may have other generated tokens.
+        # ``sample_hash`` distinguishes the computations.
+        if not options.chosen or not options.save or not self._settings.bare:
             return _KnownRequest(options)
         known = _KnownRequest(options, request_hash(request, options))
         key, name = options.key, options.name

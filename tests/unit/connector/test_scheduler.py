@@ -410,6 +410,23 @@ def test_a_used_key_with_other_generated_tokens_is_a_conflict_at_the_end():
     assert [s.conflict for s in meta(scheduler).skipped] == [True]
 
 
+def test_a_row_of_a_job_may_be_computed_again_with_other_generated_tokens():
+    """The pages of the first computation were lost. In another batch, rounding changes the text."""
+    scheduler = half(address="replica-1", transport="inline", layout="part")
+    saves = []
+    for text in ([7, 7, 7], [7, 8, 7], [7, 7, 7]):
+        again = request(
+            4, 6, generated=0, hidden_states_key="row", include_output_tokens=True, request_id=f"{len(saves)}-1"
+        )
+        again.append_output_token_ids(text)
+        scheduler.new_request(again)
+        held, answer = scheduler.request_finished(again, [1])
+        assert held
+        assert "refused" not in answer["hidden_states_meta"]
+        saves += meta(scheduler, again).saves
+    assert [save.token_ids.tolist()[4:] for save in saves] == [[7, 7], [7, 8], [7, 7]]
+
+
 def test_a_key_without_computed_tokens_can_be_used_again():
     scheduler = half()
     assert not scheduler.request_finished(request(9, 0, generated=0, hidden_states_key="k"), [])[0]
