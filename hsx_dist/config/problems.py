@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from hsx_dist.config.checks import nearest
 from hsx_dist.config.redaction import redact_text
 from hsx_dist.config.secret_names import looks_secret
-from hsx_dist.config.urls import has_credentials
+from hsx_dist.config.urls import has_credentials, is_address
 from hsx_dist.errors import ConfigError
 
 _EXPECTED = {
@@ -48,7 +48,7 @@ def _lines(problem: Any, model: type[BaseModel], hidden: Collection[str]) -> Ite
         yield f"{field}: expected a value, got nothing. Set it"
     elif kind == "value_error":
         given, text = problem["input"], str(problem["ctx"]["error"])
-        if isinstance(given, str) and has_credentials(given):
+        if isinstance(given, str) and (has_credentials(given) or is_address(given)):
             text = text.replace(repr(given), _shown_value(given, loc, hidden))
         for line in text.splitlines():
             # A check of several fields names each of them itself.
@@ -86,6 +86,7 @@ def _shown_value(value: object, loc: tuple[str, ...], hidden: Collection[str]) -
         or any(looks_secret(part) for part in loc)
         or any(h in str(value) for h in hidden if h)
         or has_credentials(str(value))
+        or is_address(str(value))
     ):
         return f"a {type(value).__name__} that is not shown here"
     text = repr(value)

@@ -26,6 +26,7 @@ _SECRET_WORDS = frozenset(
         "sharedsecret",
         "credential",
         "credentials",
+        "creds",
         "token",
         "accesstoken",
         "authtoken",
@@ -50,7 +51,9 @@ _SECRET_WORDS = frozenset(
         "cookies",
     ]
 )
-_SECRET_PHRASES = (("connection", "string"), ("conn", "str"))
+_SECRET_PHRASES = frozenset(
+    [*((first, last) for first in ("connection", "conn") for last in ("string", "str")), ("pass", "phrase")]
+)
 #: Names that are secret only as a whole: vLLM has a ``pass_config``.
 _SECRET_NAMES = frozenset({"pass", "pw", "pat"})
 # "token" is also the model's word: token_ids, skip_special_tokens, max_tokens, token_type_ids are no secrets.

@@ -11,7 +11,7 @@ from typing import Any
 
 from hsx_dist.config.secret_names import HIDDEN, looks_secret
 from hsx_dist.config.tokens import BEFORE_TOKEN, KNOWN_TOKEN
-from hsx_dist.config.urls import has_credentials, is_endpoint, public_url
+from hsx_dist.config.urls import has_credentials, is_address, is_endpoint, public_url
 
 # Most of these patterns search texts of stored objects, so the time of each must grow linearly with the text's length.
 _ENV_REFERENCE = re.compile(r"\$\{env:[^{}]*\}")
@@ -76,7 +76,7 @@ def _secret_paths(value: object, path: tuple[str, ...], *, within: bool) -> Iter
                 yield from _secret_paths(item, (*path, name), within=secret)
         return
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        for item in value:
+        for item in map(_as_member, value):
             yield from _secret_paths(item, path, within=within)
         return
     if value is None or isinstance(value, bool) or is_env_reference(value):
@@ -93,16 +93,21 @@ def _secret_paths(value: object, path: tuple[str, ...], *, within: bool) -> Iter
 
 def _holds_literal(text: str) -> bool:
     hidden = _ENV_REFERENCE.sub(HIDDEN, text)  # a word would be a token after ``Authorization: Bearer``
-    return has_credentials(_without_references(text)) or _SECRET_TEXT.search(hidden) is not None
+    named = _without_references(text)
+    return has_credentials(named) or is_address(named) or _SECRET_TEXT.search(hidden) is not None
 
 
 def _holds_secret(text: str) -> bool:
-    return has_credentials(text) or _SECRET_TEXT.search(text) is not None
+    return has_credentials(text) or _is_secret_text(text)
+
+
+def _is_secret_text(text: str) -> bool:
+    return is_address(text) or _SECRET_TEXT.search(text) is not None
 
 
 def _without_references(text: str) -> str:
     """Return ``text`` with a word for each ``${env:NAME}``, and without a part before an ``@`` that is only these."""
-    return _ENV_REFERENCE.sub("env", re.sub(rf"(?<=://)({_ENV_REFERENCE.pattern}:?)+@", "", text))
+    return _ENV_REFERENCE.sub("env", re.sub(rf"(?:^|(?<=://))({_ENV_REFERENCE.pattern}:?)+@", "", text))
 
 
 def hide_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +138,7 @@ def compared_form(value: Any, *, within: bool = False) -> Any:
     if isinstance(value, Mapping):
         return {compared_form(k): compared_form(v, within=secret) for k, v, secret in _members(value, within)}
     if isinstance(value, (list, tuple)):
-        return [compared_form(v, within=within) for v in value]
+        return [compared_form(v, within=within) for v in map(_as_member, value)]
     if isinstance(value, str) and (within or _holds_secret(value)) and not _COMPARED.fullmatch(value):
         return f"{HIDDEN} {hashlib.sha256(value.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
     return value
@@ -147,12 +152,12 @@ def hide_secrets(value: Any, *, within: bool = False) -> Any:
     if isinstance(value, Mapping):
         return with_shown_names((k, hide_secrets(v, within=secret)) for k, v, secret in _members(value, within))
     if isinstance(value, (list, tuple)):
-        return [hide_secrets(v, within=within) for v in value]
+        return [hide_secrets(v, within=within) for v in map(_as_member, value)]
     if within and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return HIDDEN
     if isinstance(value, str):
         shown = public_url(value)  # without characters that may split a credential
-        return HIDDEN if any(map(_SECRET_TEXT.search, (value, shown))) else shown
+        return HIDDEN if any(map(_is_secret_text, (value, shown))) else shown
     return value
 
 
@@ -176,6 +181,12 @@ def _members(value: Mapping[Any, Any], within: bool) -> Iterator[tuple[str, Any,
     """
     for name, item in value.items():
         yield str(name), item, within or looks_secret(str(name))
+
+
+def _as_member(item: Any) -> Any:
+    """Return an item of a list as a mapping if it is a secret's name and its value, as in a list of headers."""
+    is_pair = isinstance(item, (list, tuple)) and len(item) == 2 and all(isinstance(text, str) for text in item)
+    return {item[0]: item[1]} if is_pair and looks_secret(item[0]) else item
 
 
 #: Prefixes of environment variables that hold or locate credentials. The driver passes these variables to every process

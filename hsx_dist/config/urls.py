@@ -73,6 +73,17 @@ def has_credentials(text: str) -> bool:
     return any(map(breaks_the_rule, links_of(text))) or is_signed_url(text)
 
 
+def is_address(text: str) -> bool:
+    """Whether a text is one word ``USER:PASSWORD@HOST``, as programs take a proxy or an endpoint without its scheme.
+
+    A slash before the first colon makes it a path (``./a:b@c``). Prose has blanks.
+    """
+    word = text.strip().removeprefix("//")
+    user, _, password = word.rpartition("@")[0].partition(":")
+    is_path = "/" in user or password.startswith("//")
+    return bool(password) and not is_path and len(word.split(maxsplit=1)) == 1
+
+
 def check_url(url: str) -> None:
     """Raise ConfigError for a URL that libraries read in different ways. The error shows no credentials.
 

@@ -31,6 +31,12 @@ from hsx_dist.store.within import open_within
 from tests.unit.growth import check_linear
 
 SECRET = "hunter2-not-to-be-seen"
+#: Proxies and endpoints without ``scheme://``.
+ADDRESSES = [
+    *(f"{before}:{SECRET}@proxy:3128" for before in ("u", "//u", "http:u", "redis:", "me@corp", "")),
+    f"u:{SECRET}/x@proxy/y",
+    f"u:{SECRET}@a,http://b@c",
+]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +78,13 @@ SECRET = "hunter2-not-to-be-seen"
         f"input.path=https://host/x?rlkey={SECRET}&dl=1",
         f"input.path=https://host/x?tempauth={SECRET}",
         f"input.path=https://host/x;token={SECRET}",
+        *(f"engine_kwargs.x={{proxy: '{address}'}}" for address in ADDRESSES),
+        f"chat_template_kwargs.x=['{ADDRESSES[0]} ']",
+        f"engine_kwargs.x={{'{ADDRESSES[0]}': 1}}",
+        f"store.storage_options.headers=[[Accept, json], [Authorization, {SECRET}]]",
+        f"store.storage_options.pass_phrase={SECRET}",
+        f"store.storage_options.conn_string={SECRET}",
+        f"store.storage_options.creds={{a: {SECRET}}}",
     ],
 )
 def test_a_credential_is_no_override(override: str) -> None:
@@ -81,6 +94,13 @@ def test_a_credential_is_no_override(override: str) -> None:
     assert "${env:NAME}" in str(e.value)
     assert SECRET not in str(e.value)
     assert "12345" not in str(e.value)
+
+
+@pytest.mark.parametrize("settings", [{"codec": ADDRESSES[0]}, {"task_rows": ADDRESSES[0]}])
+def test_an_error_for_a_wrong_value_shows_no_credential(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="that is not shown here") as e:
+        load_config(None, model="m", output="o", **settings)
+    assert SECRET not in str(e.value)
 
 
 def test_a_credential_in_a_text_is_hidden() -> None:
@@ -96,6 +116,10 @@ def test_a_credential_in_a_text_is_hidden() -> None:
         settings = {"args": ["--header", text]}
         assert SECRET[:5] not in json.dumps([hide_secrets(settings), compared_form(settings)])
     assert public_url(f"https://host/x;token={SECRET}") == "https://host/x"
+    for settings in ([["Accept", "json"], ("X-Token", SECRET)], *ADDRESSES, {f"u:{SECRET}@h": 1}):
+        for form in (hide_secrets, compared_form):
+            assert SECRET not in json.dumps(form({"args": settings}))
+            assert form(form({"args": settings})) == form({"args": settings})
     prose = "Bearer authentication, basic responsibilities: a private key."
     harmless = {"pass_config": 1, "prompt": prose, "eos_token_id": 2, "SSEKMSKeyId": "a"}
     assert hide_secrets(harmless) == harmless
@@ -125,6 +149,13 @@ def test_a_credential_in_a_text_is_hidden() -> None:
         "engine_kwargs.x='Authorization: Bearer ${env:HOME}'",
         "input.path=data/sk-news-corpus-2020.jsonl",
         "model=org/hf_Llama-3.2-1B-Instruct",
+        "engine_kwargs.x={proxy: '${env:HOME}:${env:HOME}@proxy:3128'}",
+        "engine_kwargs.x={proxies: ['proxy:3128', 'me@proxy', 'git@github.com:org/x', 'a@b:c']}",
+        "chat_template_kwargs.x='{% if a %}u:p@h {{ b }}{% endif %}'",
+        "chat_template_kwargs.x='Write to: me@host'",
+        "engine_kwargs.download_dir=./a:b@c",
+        "input.path=github://org:repo@main/x",
+        "store.storage_options.headers=[[Accept, json], [Authorization, '${env:HOME}'], [token, x, y]]",
     ],
 )
 def test_overrides_without_a_credential_are_accepted(override: str) -> None:
