@@ -21,7 +21,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from hsx_dist.format.markers import OBJECT, RESERVED, folded, is_of_a_key, is_of_a_run
+from hsx_dist.format.markers import OBJECT, RESERVED, forms, is_of_a_key, is_of_a_run
 from hsx_dist.format.names import MAX_KEY
 from hsx_dist.json_limits import json_text
 from hsx_dist.page import HIDDEN_STATES, object_name, sample_key
@@ -271,20 +271,20 @@ def custom_name(value: Any, output: str, allowed: bool, prompt: int = 0, choice:
         raise ValueError(f"expected names without :: that do not end in a space or dot, got {_shown(value)}")
     stem, suffix = posixpath.splitext(name)
     given, name = name, sample_key(stem, prompt=prompt, choice=choice) + suffix
-    # Before the first ``folded``: its time grows with the square of a name's combining marks.
+    # Before the first ``forms``: its time grows with the square of a name's combining marks.
     if any(len(p.encode()) > MAX_COMPONENT_BYTES for p in name.split("/")):
         raise ValueError(f"expected names of at most {MAX_COMPONENT_BYTES} bytes, got {_shown(value)}")
     if len(f"{base}{name}".encode()) > MAX_URL_BYTES:
         raise ValueError(f"expected a path of at most {MAX_URL_BYTES} bytes, {base} included, got {_shown(value)}")
-    if folded(given) == OBJECT:
+    if OBJECT in forms(given):
         raise ValueError(f"expected a name before {OBJECT}, got {_shown(value)}")  # its sample would have no key
-    same = folded(name).split("/")
-    if same[-1].endswith(RESERVED):
+    same = [form.split("/") for form in forms(name)]
+    if any(form[-1].endswith(RESERVED) for form in same):
         # A client must not replace the markers and locks of other objects.
         raise ValueError(f"expected a path that does not end in {', '.join(RESERVED)}, got {_shown(value)}")
-    if any(p.endswith((OBJECT, *RESERVED)) for p in same[:-1]):
+    if any(p.endswith((OBJECT, *RESERVED)) for form in same for p in form[:-1]):
         raise ValueError(f"expected folders that do not end in {', '.join((OBJECT, *RESERVED))}, got {_shown(value)}")
-    if any(p in ("", ".", "..") or p.startswith(UNFINISHED) for p in same):
+    if any(p in ("", ".", "..") or p.startswith(UNFINISHED) for form in same for p in form):
         raise ValueError(f"expected names that do not begin with {UNFINISHED}, got {_shown(value)}")
     if is_of_a_run(name):
         raise ValueError(f"expected a path that differs from the names of a run's objects, got {_shown(value)}")

@@ -62,7 +62,7 @@ OBJECTS_OF_A_RUN = {
     "complete.json": re.compile(r"complete\.json"),  # version 1
     "statistics/": re.compile(r"statistics/(?:[a-z][a-z0-9_]{0,63}-)?[0-9]{4,9}\.json"),
 }
-#: The names that ``page.object_name`` makes from keys, folded.
+#: The names that ``page.object_name`` makes from keys, in lower case.
 _OF_A_KEY = re.compile(r"[a-z0-9_%-][a-z0-9._%~-]{0,127}")
 #: Some file systems ignore these characters in names.
 _IGNORED = dict.fromkeys([0x00AD, 0x034F, 0x061C, 0x180E, *range(0x200B, 0x2010), *range(0x202A, 0x202F),
@@ -84,18 +84,23 @@ def lock_name(name: str) -> str:
     return f"{name}{LOCK}"
 
 
-@lru_cache(maxsize=64)  # several checks of one name fold it, on the engine's thread
-def folded(name: str) -> str:
-    """A canonical form of a name: equal for all names that some file system treats as one.
+@lru_cache(maxsize=64)  # several checks of one name need its forms, on the engine's thread
+def forms(name: str) -> tuple[str, ...]:
+    """The canonical forms of a name. Two names that some store or file system treats as one have an equal form.
 
-    It ignores letter case, Unicode normalisation and ignorable characters. In each component it also ignores dots and
-    spaces at the end, and everything from a colon on. The time grows with the square of a component's combining marks:
-    limit the bytes of a client's name first.
+    Each form ignores letter case, and dots and spaces at the end of each component. A form respects or ignores Unicode
+    normalisation with ignorable characters. A form keeps or drops what follows a colon in each component: a colon is an
+    ordinary character, or begins the name of a stream (NTFS). A check of a name must check each form.
+
+    The time grows with the square of a component's combining marks: limit the bytes of a client's name first.
     """
+    normal = name
     # Twice: normalisation may create capitals, and case folding may undo a normalisation.
     for _ in range(2):
-        name = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).translate(_IGNORED).casefold())
-    return "/".join(part.partition(":")[0].rstrip(". ") for part in name.split("/"))
+        normal = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", normal).translate(_IGNORED).casefold())
+    whole = [form.split("/") for form in (name.casefold(), normal)]
+    cut = [[part.partition(":")[0] for part in parts] for parts in whole]
+    return tuple(dict.fromkeys("/".join(part.rstrip(". ") for part in parts) for parts in (*whole, *cut)))
 
 
 def marked_name(marker: str) -> str:
@@ -106,8 +111,9 @@ def marked_name(marker: str) -> str:
 
 def is_of_a_key(name: str) -> bool:
     """Whether some file system treats ``name`` as the name of a key's object."""
-    same = folded(name)
-    return same.endswith(OBJECT) and _OF_A_KEY.fullmatch(same.removesuffix(OBJECT)) is not None
+    return any(
+        form.endswith(OBJECT) and _OF_A_KEY.fullmatch(form.removesuffix(OBJECT)) is not None for form in forms(name)
+    )
 
 
 #: A later run's description, and a run's folder: see ``format.place``.
@@ -116,7 +122,10 @@ _RUN = re.compile(r"run\.[0-9]+\.json|run-[0-9a-f]{16}")
 
 def is_of_a_run(name: str) -> bool:
     """Whether some file system treats ``name`` as that of a run's object, also of a run in a subfolder."""
-    parts = folded(name).split("/")
+    return any(_is_of_a_run(form.split("/")) for form in forms(name))
+
+
+def _is_of_a_run(parts: list[str]) -> bool:
     if parts[0] in RUN_NAMES or any(map(_RUN.fullmatch, parts)):
         return True
     if parts[-1].endswith(".json") and parts[-1] in RUN_NAMES:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 import re
 import time
+import unicodedata
 from typing import Any
 
 import pytest
@@ -21,7 +23,17 @@ from hsx_dist.connector.request_params import (
     place,
     read_request_params,
 )
-from hsx_dist.format.markers import RUN_NAMES, folded, is_of_a_key, marker_name
+from hsx_dist.format.markers import (
+    OBJECT,
+    OBJECTS_OF_A_RUN,
+    RESERVED,
+    RUN_NAMES,
+    conflict_name,
+    forms,
+    is_of_a_key,
+    lock_name,
+    marker_name,
+)
 from hsx_dist.format.names import (
     CHECK,
     attempt_name,
@@ -32,10 +44,11 @@ from hsx_dist.format.names import (
     part_name,
     receipt_name,
 )
-from hsx_dist.format.place import RUN, start_run
+from hsx_dist.format.place import RUN, is_description, start_run
 from hsx_dist.page import object_name, sample_key
 from hsx_dist.reading.missing import CONSUMED
 from hsx_dist.store import open_store
+from hsx_dist.store.folder_listing import UNFINISHED
 
 CAPTURED = (2, 15, 30)
 
@@ -293,6 +306,61 @@ def test_a_request_keeps_no_run_from_starting_in_a_folder_below(tmp_path):
     start_run(open_store(str(tmp_path / "nightly")), {})
 
 
+#: Pieces of names that mean something to a store, a reader or a file system.
+PIECES = [
+    *("x", "exp", "K", "0", "\u00df", "\u0130", "/", "/", "/", ":", ":", ":", ".", "-", "_", " ", "~", "%2E", "="),
+    *("\u017f", "\u212a", "\u00ad", "\u2024", "\u2100", "\ufe0f", "\ufe52", "\uff0e", "\uff0f", "\uff1a", "\u0301"),
+    *(OBJECT, *RESERVED, UNFINISHED, ".LOCK", ".Error.JSON"),
+    *(RUN, "run.0002.json", "run-0123456789abcdef", "data", "part-0001-w-000001", "part-", "manifest", "0001"),
+    *("000001.json", "attempts", "0001.json", "consumed", "removed.json", "statistics", CHECK, "complete.json"),
+]
+
+
+def stored_as(name: str) -> set[str]:
+    """Names that stores and file systems may give to the object ``name``."""
+    normal = {name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD", "NFKC", "NFKD"))}
+    cased = normal | {same for form in normal for same in (form.lower(), form.casefold())}
+    return cased | {"/".join(part.partition(":")[0] for part in form.split("/")) for form in cased}
+
+
+def is_anothers(name: str) -> bool:
+    """Whether ``name`` belongs to a companion, to an unfinished object or to a run, or has an object as its folder."""
+    parts = name.split("/")
+    below = ["/".join(parts[k:]) for k in range(len(parts))]
+    return (
+        any(part.endswith(RESERVED) or part.startswith(UNFINISHED) for part in parts)
+        or any(part.endswith(OBJECT) for part in parts[:-1])
+        or parts[0] in RUN_NAMES
+        or any(map(is_description, parts))
+        or any(pattern.fullmatch(rest) for pattern in OBJECTS_OF_A_RUN.values() for rest in below)
+    )
+
+
+def test_no_path_is_stored_under_a_name_that_belongs_to_something_else():
+    chance = random.Random(4)
+    accepted = 0
+    for _ in range(20_000):
+        path = "".join(chance.choices(PIECES, k=chance.randint(1, 6)))
+        request = chance.choice([(0, 0), (1, 0), (2, 3)])
+        try:
+            name = custom_name(path, "s3://bucket/states", True, *request)
+        except ValueError:
+            continue
+        accepted += 1
+        assert not [ascii(form) for form in stored_as(name) if is_anothers(form)], ascii(name)
+    assert accepted > 2_000
+
+
+@pytest.mark.parametrize("path", ["exp:7.safetensors", "exp:7", "a:b/exp:7.bin", "exp\uff1a7.safetensors"], ids=ascii)
+def test_no_path_is_the_marker_lock_or_folder_of_a_path_with_a_colon(path):
+    name = custom_name(path, "s3://bucket/states", True)
+    others = [marker_name(name), conflict_name(name), lock_name(name)]
+    others += [f"{other}/x" for other in others] + [f"{name.removesuffix(OBJECT)}{OBJECT}/x"]
+    for other in others:
+        with pytest.raises(ValueError, match=r"do(es)? not end in"):
+            custom_name(other, "s3://bucket/states", True)
+
+
 def test_reserved_names_cover_all_names_of_runs():
     for name in (RUN, CHECK, CONSUMED, attempt_name(1), receipt_name(1, "w", 1), part_name(1, "w", 1)):
         assert name.partition("/")[0] in RUN_NAMES
@@ -496,15 +564,15 @@ def test_refused_names_and_reasons_are_printable():
 def test_a_long_path_is_refused_before_it_is_normalised(path, limit, monkeypatch):
     """The time of a normalisation grows with the square of a name's combining marks: 14 ms for a path of 1 KB."""
     normalised = []
-    monkeypatch.setattr("hsx_dist.connector.request_params.folded", normalised.append)
+    monkeypatch.setattr("hsx_dist.connector.request_params.forms", normalised.append)
     assert limit in read({"hidden_states_path": path}).refused["hidden_states_path"]
     assert not normalised
 
 
 def test_the_checks_of_a_path_normalise_it_once():
-    folded.cache_clear()
+    forms.cache_clear()
     assert read({"hidden_states_path": "\ufdfa/x.safetensors"}).chosen
-    assert folded.cache_info().misses == 1
+    assert forms.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("path", ["a b /x", "a./x", "a::b/x.safetensors", "x::y"])
