@@ -384,6 +384,8 @@ class Markers:
             there = get_small(self._store, marker, MAX_JSON_BYTES)
         except NotFound:
             there = None
+        except FormatError:
+            there = b""  # too large for a marker of any version
         if there is not None and is_conflict(there):
             return False
         if body is not None:

@@ -16,6 +16,8 @@ from hsx_dist.errors import Denied, FormatError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import SegmentEncoder, build_part
 from hsx_dist.format.identity import IDENTITY
+from hsx_dist.format.json_objects import MAX_JSON_BYTES
+from hsx_dist.format.markers import marker_name
 from hsx_dist.page import Page, Segment
 from hsx_dist.testing.faulty_stores import PUTS, CountingStore, FailingStore, HangingStore, Strike
 from hsx_dist.testing.stores import MemoryStore
@@ -161,6 +163,20 @@ def test_a_conflict_marker_of_an_earlier_version_stays(store):
     markers.clear("a.safetensors")
     settle(markers)
     assert store.objects == {"a.error.json": b'{"key": "a", "error": "twice", "conflict": true}'}
+
+
+@pytest.mark.parametrize("left", [b"x" * (MAX_JSON_BYTES + 1), b"\xff{", b"[" * 100_000], ids=["large", "text", "deep"])
+def test_an_object_in_place_of_a_failure_marker_is_replaced_and_removed(store, left):
+    markers = Markers(store)
+    for name in ("a.safetensors", "b:c/x.bin"):
+        store.put(marker_name(name), [left])
+        markers.fail("a", name, "aborted")
+        settle(markers)
+        assert json.loads(store.objects[marker_name(name)])["error"] == "aborted"
+        store.put(marker_name(name), [left])
+        markers.stored("a", name)
+        settle(markers)
+        assert not store.objects
 
 
 def test_quota_of_stored_samples_is_released_when_their_marker_is_removed(store):
