@@ -86,8 +86,8 @@ def parse_header(body: bytes, data_bytes: int) -> tuple[Description, Mapping[str
         expected = f"{FORMAT!r} or {FORMAT_OF_POINTS!r}"
         raise FormatError(f"expected format {expected}, got {shown(version)}. Use a newer hsx_dist")
     text = metadata.get("hsx")
-    if not isinstance(text, str):
-        raise FormatError("expected a description under 'hsx' in __metadata__, got none")
+    if not isinstance(text, str) or not text.isascii():  # other characters take up to four times the memory
+        raise FormatError("expected a description in ASCII under 'hsx' in __metadata__, got another value")
     crc = crc32c_hex(crc32c(text.encode("utf-8", "surrogatepass")))
     if metadata.get("hsx_crc32c") != crc:
         raise IntegrityError(

@@ -10,8 +10,9 @@ from hsx_dist.inputs.row_cost import most_cost
 
 #: Decompressed bytes that are accepted for each stored byte, and for any input. More cost the driver time.
 MAX_EXPANSION, FREE_BYTES = 1000, 1 << 30
-#: Lines and rows that are accepted for each stored byte, and for any input. Even a short one costs the driver an entry.
-MOST_ROWS, FREE_ROWS = 16, 1 << 20
+#: Lines and rows that are accepted for each stored byte, and for any input. Even a short one costs the driver an entry
+#: of a hundred bytes. Rows that are worth training on have more stored bytes, also compressed.
+MOST_ROWS, FREE_ROWS = 2, 1 << 20
 
 
 class Allowance:

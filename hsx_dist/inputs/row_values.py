@@ -30,14 +30,17 @@ def chat_value(value: Any, name: str) -> Any:
     Raises:
         InputError: a value has no JSON form, such as NaN, or the field is nested too deeply or has too many values.
     """
-    return _plain(value, name, lambda item: str(item) if isinstance(item, _AS_TEXT) else item, MAX_VALUES)
+    return _plain(
+        value, name, lambda item: str(item) if isinstance(item, _AS_TEXT) and not _is_nat(item) else item, MAX_VALUES
+    )
 
 
 def metadata_value(value: Any, name: str, most: int) -> Any:
     """Return a metadata column as JSON values.
 
     Dates and times are in ISO 8601, durations in seconds. Decimals, and integers of more than 64 bits, are text.
-    Numbers that are not finite are null. ``most``: limit of the number of values.
+    Numbers that are not finite, and times that are not a time (``NaT``), are null. ``most``: limit of the
+    number of values.
 
     Raises:
         InputError: as ``chat_value``.
@@ -51,6 +54,8 @@ _AS_TEXT = (date, time, timedelta, Decimal, UUID)
 def _metadata_scalar(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if _is_nat(value):
+        return None
     if isinstance(value, int) and value.bit_length() <= _MAX_INT_BITS:
         return value if _LEAST_INT <= value <= _MOST_INT else str(value)
     if isinstance(value, (date, time)):  # datetime is a date
@@ -58,6 +63,11 @@ def _metadata_scalar(value: Any) -> Any:
     if isinstance(value, timedelta):
         return value.total_seconds()
     return str(value) if isinstance(value, (Decimal, UUID)) else value
+
+
+def _is_nat(value: Any) -> bool:
+    """Whether a value is the ``NaT`` of pandas, an instance of ``datetime``: Arrow's least time in nanoseconds."""
+    return isinstance(value, date) and value != value
 
 
 def _plain(value: Any, name: str, scalar: Callable[[Any], Any], most: int) -> Any:

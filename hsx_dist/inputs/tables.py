@@ -32,6 +32,8 @@ _PYARROW = 21
 BATCH_ROWS = 256
 #: Decoded bytes of a Parquet file's batch, estimated from its row groups' sizes.
 _DECODED_BYTES = 64 << 20
+#: Least bytes of a decoded value of Parquet: its two levels.
+_LEAST_VALUE = 4
 #: Rows that a batch may have without bytes. Each further row must take at least a bit of one requested column.
 _FREE_ROWS = 1024
 #: How often Arrow may read the bytes of a file, and bytes beyond it. It reads the footer or the schema a few times, all
@@ -305,6 +307,7 @@ def _require_sizes(groups: Sequence[Any], leaves: Iterable[int], size: int, allo
     """Raise FormatError if a footer's column chunks overlap, or decode to more bytes than ``allowance`` permits.
 
     Arrow reads as many bytes of a chunk as the footer says, and decodes each of its pages, however few the rows need.
+    Run lengths of equal values take no bytes, so each value counts.
     """
     chunks = [group.column(i) for group in groups for i in leaves]
     if sum(max(chunk.total_compressed_size, 0) for chunk in chunks) > size:
@@ -312,7 +315,9 @@ def _require_sizes(groups: Sequence[Any], leaves: Iterable[int], size: int, allo
             f"expected column chunks of at most {size} bytes, the file's size, got more: they overlap. Write or copy "
             "the file again"
         )
-    allowance.take(decoded=sum(max(chunk.total_uncompressed_size, 0) for chunk in chunks))
+    allowance.take(
+        decoded=sum(max(chunk.total_uncompressed_size, _LEAST_VALUE * chunk.num_values, 0) for chunk in chunks)
+    )
 
 
 def _arrow(

@@ -253,3 +253,11 @@ def test_a_segment_is_decoded_from_a_short_copy_or_in_place(size: int, monkeypat
     segments = [{"key": "x" * size}] * 100
     assert parse_description(json.dumps({"segments": segments}))["segments"] == segments
     assert 0 < sum(copied) <= len(segments) * description_text._WINDOW
+
+
+def test_a_description_that_is_not_ascii_is_refused() -> None:
+    """Python takes four bytes for each character of a text with an emoji. Writers escape all such characters."""
+    text = json.dumps({"about": "\U0001f600"}, ensure_ascii=False)
+    metadata = {"format": "hsx/1", "hsx": text, "hsx_crc32c": crc32c_hex(crc32c(text.encode()))}
+    with pytest.raises(FormatError, match="expected a description in ASCII"):
+        parse_header(json.dumps({"__metadata__": metadata}).encode(), 0)

@@ -119,3 +119,19 @@ def test_members_have_no_more_stored_bytes_than_their_zip_file(tmp_path: Path, m
     path.write_bytes(data)
     with pytest.raises(FormatError, match="at most 16 rows for each stored byte of the input so far"):
         _count(f"zip://*.txt::{path}")
+
+
+def test_values_of_runs_in_parquet_count_although_they_take_no_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allowance, "FREE_BYTES", 4 << 20)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 0)
+    for values, fits in ((1 << 20, True), ((1 << 20) + 1, False)):
+        column = pa.ListArray.from_arrays(pa.array([0, values], pa.int32()), pa.array([0] * values, pa.int32()))
+        pq.write_table(pa.table({"token_ids": column}), tmp_path / "a.parquet", compression="none")
+        assert (tmp_path / "a.parquet").stat().st_size < 4000
+        if fits:
+            assert _count(str(tmp_path / "a.parquet")) == 1
+        else:
+            with pytest.raises(FormatError, match="at most 0 bytes for each stored byte"):
+                _count(str(tmp_path / "a.parquet"))

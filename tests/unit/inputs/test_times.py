@@ -164,3 +164,11 @@ def test_a_row_that_cannot_be_read_does_not_check_each_row_of_its_batch_alone(
     rows = list(read_rows(InputConfig(path=str(tmp_path / "in.arrow"), metadata=["extra"])))
     assert [i for i, row in enumerate(rows) if isinstance(row, RowFate)] == [7, 99]
     assert len(calls) == 1
+
+
+def test_the_time_of_pandas_that_is_none_is_null(tmp_path: Path) -> None:
+    """pandas reads the least number of nanoseconds as NaT, whose text is no date."""
+    times = pa.array([-(1 << 63), 0, 1], pa.int64()).view(pa.timestamp("ns"))
+    rows = _read(tmp_path / "in.arrow", times)
+    assert [str(row.metadata["extra"])[:10] for row in rows if isinstance(row, Row)] == ["None", "1970-01-01"]
+    assert isinstance(rows[2], RowFate)  # has nanoseconds
