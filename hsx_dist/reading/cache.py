@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import random
@@ -15,13 +14,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hsx_dist.format.checksum import crc32c
+from hsx_dist.logger import get_logger
 from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.base import Buffer
 from hsx_dist.store.folders import open_own, opened
 from hsx_dist.store.output_file import writable
 
+log = get_logger(__name__)
+
 _TRAILER = 4  # bytes: the crc32c of the data before it
-#: A process checks the folder's size with this probability after each new file, and after adding this share of the
+#: A process checks the folder's size with this probability before each new file, and after adding this share of the
 #: limit.
 _LOOK = 1 / 64
 _NEW = ".new-"
@@ -38,8 +40,9 @@ class CachedStore:
     the range again. The checksum does not show damage before the bytes arrived here: a reader whose own checks fail
     calls ``refetch``.
 
-    If the files exceed ``max_bytes``, one process at a time removes the least recently used files, down to 90 % of the
-    limit. Links, and files and folders of other users, are not read, replaced or removed.
+    Before this user's files exceed ``max_bytes``, a process removes the least recently used ones, down to 90 % of the
+    limit. If it cannot remove them, it adds no files. Links, and files and folders of other users, are not read,
+    replaced or removed.
     """
 
     def __init__(self, inner: Store, folder: Path, max_bytes: int, run_id: str = ""):
@@ -49,6 +52,7 @@ class CachedStore:
         self._folder = folder
         self._max = max_bytes
         self._added = 0
+        self._full = False
         with writable(f"cache_dir={folder}", "folder"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -97,6 +101,9 @@ class CachedStore:
         return view[:-_TRAILER]
 
     def _save(self, folder: str, name: str, view: memoryview) -> None:
+        size = len(view) + _TRAILER
+        if not self._has_room(size):
+            return
         # A full or missing disk must not end the training: a range that is not cached is fetched again.
         with contextlib.suppress(OSError), self._opened(folder, make=True) as fd:
             temporary = f"{_NEW}{uuid.uuid4().hex}"
@@ -109,35 +116,50 @@ class CachedStore:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=fd)
                 raise
-            self._added += len(view)
-            if self._added > self._max * _LOOK or random.random() < _LOOK:  # noqa: S311
-                self._added = 0
-                self._evict()
+            self._added += size
 
-    def _evict(self) -> None:
-        with opened(self._folder) as top, os.fdopen(open_own(top, ".lock", os.O_RDWR | os.O_CREAT), "r+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return  # another process is removing files
-            files = []
-            with os.scandir(top) as found:
-                folders = [entry.name for entry in found if _FOLDER.fullmatch(entry.name)]
-            for folder in folders:
-                with contextlib.suppress(OSError), self._opened(folder) as fd, os.scandir(fd) as found:
-                    for entry in found:
+    def _has_room(self, size: int) -> bool:
+        """Whether a file of ``size`` bytes may be added. Removes files if a check of the folder's size is due."""
+        if size > self._max:
+            return False
+        look = random.random() < _LOOK  # noqa: S311
+        if not look and (self._full or self._added <= self._max * _LOOK):
+            return not self._full
+        try:
+            self._evict(size)
+        except OSError as e:
+            if not self._full:
+                log.warning("cache_dir=%s: no range is added, because files cannot be removed: %r", self._folder, e)
+            self._full = True
+        else:
+            self._full, self._added = False, 0
+        return not self._full
+
+    def _evict(self, size: int) -> None:
+        """Make room for ``size`` bytes. Raises ``OSError`` if that is impossible.
+
+        Takes no lock, since a neighbour in a shared folder could hold it. Processes that do this at the same time
+        remove the same files: each counts a file that another one removed as removed.
+        """
+        files = []
+        with opened(self._folder) as top, os.scandir(top) as found:
+            folders = [entry.name for entry in found if _FOLDER.fullmatch(entry.name)]
+        for folder in folders:
+            with contextlib.suppress(OSError), self._opened(folder) as fd, os.scandir(fd) as found:
+                for entry in found:
+                    with contextlib.suppress(FileNotFoundError):  # another process just removed or renamed it
                         status = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(status.st_mode) and _FILE.fullmatch(entry.name):
                             files.append((status.st_mtime, status.st_size, folder, entry.name))
-            total = sum(size for _, size, _, _ in files)
-            if total <= self._max:
+        total = size + sum(nbytes for _, nbytes, _, _ in files)
+        if total <= self._max:
+            return
+        for _, nbytes, folder, name in sorted(files):
+            with contextlib.suppress(FileNotFoundError), self._opened(folder) as fd:
+                os.unlink(name, dir_fd=fd)
+            total -= nbytes
+            if total <= 0.9 * self._max:
                 return
-            for _, size, folder, name in sorted(files):
-                with contextlib.suppress(FileNotFoundError), self._opened(folder) as fd:
-                    os.unlink(name, dir_fd=fd)
-                total -= size
-                if total <= 0.9 * self._max:
-                    return
 
     # -- the inner store's ---------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import stat
@@ -53,10 +54,50 @@ def test_the_cache_stays_below_its_size(tmp_path: Path) -> None:
     store = CachedStore(inner, tmp_path / "c", 10_000)
     for r in RANGES:
         assert bytes(store.get_ranges("a", [r])[0]) == inner.objects["a"][r[0] : r[1]]
-        # It checks after each 64th of the limit: here at every range.
+        # It checks after each 64th of the limit: here before every range.
         assert sum(p.stat().st_size for p in (tmp_path / "c").glob("??/*")) <= 10_000
     inner.reset()
     store.get_ranges("a", RANGES[-4:])
+    assert inner.bytes_read == 0
+
+
+def test_no_neighbour_keeps_the_cache_above_its_size(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    neighbour = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(neighbour, fcntl.LOCK_EX)
+    store = CachedStore(filled(), tmp_path, 10_000)
+    store.get_ranges("a", RANGES)
+    os.close(neighbour)
+    assert 8_000 <= sum(p.stat().st_size for p in tmp_path.glob("??/*")) <= 10_000
+
+
+def test_no_range_is_added_if_files_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    inner = filled()
+    store = CachedStore(inner, tmp_path, 10_000)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.unlink", refused)
+        for r in RANGES:
+            assert bytes(store.get_ranges("a", [r])[0]) == inner.objects["a"][r[0] : r[1]]
+    assert sum(p.stat().st_size for p in tmp_path.glob("??/*")) <= 10_000
+    assert caplog.text.count("no range is added, because files cannot be removed") == 1
+    monkeypatch.setattr("random.random", lambda: 0)  # a check is due
+    store.get_ranges("a", RANGES[-1:])
+    inner.reset()
+    store.get_ranges("a", RANGES[-1:])
+    assert inner.bytes_read == 0
+
+
+def test_a_range_above_the_limit_removes_no_others(tmp_path: Path) -> None:
+    inner = filled()
+    store = CachedStore(inner, tmp_path, 10_000)
+    store.get_ranges("a", [RANGES[0], (0, 20_000)])
+    inner.reset()
+    store.get_ranges("a", RANGES[:1])
     assert inner.bytes_read == 0
 
 
@@ -99,18 +140,16 @@ def test_files_of_another_user_are_neither_read_nor_changed(tmp_path: Path, kind
     before = {p.name: p.read_bytes() for p in victim.iterdir()}
     store = CachedStore(inner, folder, 1)  # so small that it removes each new entry
     _plant(folder, store, kind, victim)
-    (folder / ".lock").symlink_to(victim / "forged")
     for _ in range(2):
         assert bytes(store.get_ranges("a", RANGES[:1])[0]) == inner.objects["a"][:1000]
-    (folder / ".lock").unlink()
-    store._evict()
+    store._evict(0)
     assert {p.name: p.read_bytes() for p in victim.iterdir()} == before
 
 
 def test_cache_files_are_readable_by_this_user_alone(tmp_path: Path) -> None:
     store = CachedStore(filled(), tmp_path / "c", 1 << 20)
     store.get_ranges("a", RANGES[:1])
-    store._evict()
+    store._evict(0)
     assert stat.S_IMODE((tmp_path / "c").stat().st_mode) == 0o700
     assert {stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "c").rglob("*") if p.is_file()} == {0o600}
 
