@@ -24,6 +24,9 @@ from hsx_dist.writers.base import Sender
 
 log = get_logger(__name__)
 
+#: Seconds after a connection that failed. Without descriptors every ``accept`` fails at once.
+_PAUSE = 0.1
+
 
 class PageServer:
     """One connection and one shipping thread for every worker rank of an engine in child processes.
@@ -63,18 +66,24 @@ class PageServer:
             ) from e
         self._threads: list[threading.Thread] = []
         self._acceptor = threading.Thread(target=self._accept, name="hsx-accept", daemon=True)
-        self._closing = False
+        self._closing = threading.Event()
         self._acceptor.start()
 
     def _accept(self) -> None:
-        while not self._closing:
+        told: set[str] = set()
+        while not self._closing.is_set():
             try:
-                connection = self._listener.accept()
-            except (OSError, EOFError) as e:  # the peer disconnected, or this server is closing
-                if not self._closing:
+                self._accept_one()
+            # The peer disconnected, no descriptor or thread is left, or this server is closing.
+            except (OSError, RuntimeError) as e:
+                if repr(e) not in told and not self._closing.is_set():
+                    told.add(repr(e))
                     log.warning("a connection to the ring was refused: %r", e)
-                continue
-            threading.Thread(target=self._admit, args=(connection,), name="hsx-admit", daemon=True).start()
+                self._closing.wait(_PAUSE)
+
+    def _accept_one(self) -> None:
+        connection = self._listener.accept()
+        threading.Thread(target=self._admit, args=(connection,), name="hsx-admit", daemon=True).start()
 
     def _admit(self, connection: Connection) -> None:
         """Serve a peer that has the key. Runs on the connection's thread, so that a silent peer delays no other."""
@@ -122,7 +131,7 @@ class PageServer:
 
     def close(self) -> None:
         """Close the listener. Connections end with their engine."""
-        self._closing = True
+        self._closing.set()
         self._listener.close()
         for thread in self._threads:
             thread.join(timeout=60)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import queue
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from pydantic import SecretStr
 from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.errors import ConfigError
 from hsx_dist.page import Page, Segment
+from hsx_dist.transport import page_server
 from hsx_dist.transport.attach import AttachedEnd
 from hsx_dist.transport.page_server import PageServer
 
@@ -68,6 +72,34 @@ def connect(server):
     yield connect
     for outlet in made:
         outlet.close(5)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("no new thread")])
+def test_a_server_without_resources_pauses_and_then_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    called: list[float] = []
+
+    class Short(Listener):
+        """Has no resources for the first three connections."""
+
+        def accept(self) -> Any:
+            called.append(time.monotonic())
+            if len(called) <= 3:
+                raise error
+            return super().accept()
+
+    monkeypatch.setattr(page_server, "Listener", Short)
+    monkeypatch.setattr(page_server, "_PAUSE", 0.02)
+    shipped: queue.Queue[Any] = queue.Queue()
+    server = PageServer(Writers, shipped.put)
+    outlet = AttachedEnd(server.address, server.key, 1 << 20)
+    submit(outlet, "a")
+    assert shipped.get(timeout=10).key == "a"
+    outlet.close(5)
+    server.close()
+    assert called[3] - called[0] >= 0.06
+    assert caplog.text.count("a connection to the ring was refused") == 1
 
 
 def submit(outlet: AttachedEnd, *keys: str) -> None:
