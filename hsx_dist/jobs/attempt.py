@@ -34,6 +34,7 @@ def open_or_start_run(config: ExtractConfig, root: Store, meaning: dict[str, Any
     ``config``: with the revisions as the user wrote them. ``meaning``: ``run_meaning``.
 
     Raises:
+        ConfigError: as ``begin_attempt``, if there is no run. Nothing is stored.
         RunMismatch: the stored run has other settings, or ``resume`` forbids to start or to continue a run.
         RunError: objects of an unfinished removal are left at the output.
     """
@@ -43,6 +44,8 @@ def open_or_start_run(config: ExtractConfig, root: Store, meaning: dict[str, Any
             raise RunMismatch(
                 f"resume: expected a run at {root.url} for resume=must, got none. Check output, or set resume=allow"
             )
+        # Before the description: a store that ignores the condition could replace another driver's run.
+        _require_conditional_puts(config, root)
         created = datetime.now(UTC).isoformat(timespec="seconds")
         about = {"meaning": meaning, "settings": config.public(), "created": created}
         try:
@@ -74,6 +77,11 @@ _SINGLE_DRIVER = (
 )
 
 
+def _require_conditional_puts(config: ExtractConfig, store: Store) -> None:
+    if not config.store.single_driver:
+        require_conditional_puts(store, _SINGLE_DRIVER)
+
+
 def begin_attempt(config: ExtractConfig, place: Place) -> int:
     """Take the run's next attempt. Earlier drivers and writers are fenced.
 
@@ -82,8 +90,7 @@ def begin_attempt(config: ExtractConfig, place: Place) -> int:
         RunError: the run was removed meanwhile.
         StoreError: the store failed.
     """
-    if not config.store.single_driver:
-        require_conditional_puts(place.store, _SINGLE_DRIVER)
+    _require_conditional_puts(config, place.store)
     about = {"host": os.uname().nodename, "pid": os.getpid(), "settings": config.public()}
     attempt = take_attempt(place.store, about)
     require_not_removed(place)

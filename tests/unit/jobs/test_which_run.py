@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from hsx_dist.config import load_config
-from hsx_dist.errors import NotFound, RunMismatch
+from hsx_dist.errors import ConfigError, NotFound, RunMismatch
 from hsx_dist.format.place import read_run, start_run
 from hsx_dist.jobs.attempt import open_or_start_run
 from hsx_dist.store.local import LocalStore
 
 
-def opened(tmp_path, resume="allow", store=None, **meaning):
-    config = load_config(None, (), model="m", output=str(tmp_path), resume=resume)
+def opened(tmp_path, resume="allow", store=None, single_driver=False, **meaning):
+    settings = {"single_driver": single_driver}
+    config = load_config(None, (), model="m", output=str(tmp_path), resume=resume, store=settings)
     return open_or_start_run(config, store or LocalStore(tmp_path), {"model": "m", "layers": [1], **meaning})
 
 
@@ -57,3 +58,18 @@ def test_a_job_that_is_submitted_twice_goes_on_with_the_run_of_the_quicker_one(t
     opened(tmp_path, store=Late(tmp_path))
     with pytest.raises(RunMismatch, match="layers"):
         opened(tmp_path, store=Late(tmp_path), layers=[2])
+
+
+class Replacing(LocalStore):
+    """A store that ignores the condition of a put, as some S3 servers do."""
+
+    def put_if_absent(self, name, data):
+        self.put(name, [data])
+
+
+def test_a_store_without_conditional_puts_is_refused_before_anything_is_stored(tmp_path):
+    with pytest.raises(ConfigError, match="single_driver=true"):
+        opened(tmp_path, store=Replacing(tmp_path))
+    assert list(LocalStore(tmp_path).list()) == []
+    opened(tmp_path, store=Replacing(tmp_path), single_driver=True)
+    opened(tmp_path, store=Replacing(tmp_path))  # the run exists: a driver with nothing to do may only read
