@@ -112,10 +112,10 @@ def _name_in_url(prefix: str, place: str) -> str | None:
     scheme, _, rest = prefix.partition("://")
     named_scheme, _, named = place.partition("://")
     base, parts = rest.rstrip("/").split("/"), named.split("/")
-    if "::" in place or any(c in place for c in "?#\\"):
+    decoded = unquote(named) if scheme.lower() in _DECODED else named
+    if "::" in place or any(c in place for c in "?#") or "\\" in place + decoded:  # some servers read \ as /
         return None
-    decoded = unquote(named).split("/") if scheme.lower() in _DECODED else parts
-    if any(part in ("", ".", "..") for part in (*parts, *decoded)):
+    if any(part in ("", ".", "..") for part in (*parts, *decoded.split("/"))):
         return None
     if scheme.lower() != named_scheme.lower() or len(parts) <= len(base) or parts[: len(base)] != base:
         return None
