@@ -34,7 +34,7 @@ from hsx_dist.store.base import (
 )
 from hsx_dist.store.encoded import without_decoding
 from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
-from hsx_dist.store.pages import in_order, listed, name_below, next_page, put_in_order
+from hsx_dist.store.pages import Pages, in_order, name_below, put_in_order
 
 T = TypeVar("T")
 
@@ -69,6 +69,7 @@ class FsspecStore:
         self._fs, self._root = self._connect()
         self._s3 = self._scheme in ("s3", "s3a")
         self._gcs = self._scheme in ("gs", "gcs")
+        self._pages = Pages()
 
     @property
     def url(self) -> str:
@@ -287,30 +288,23 @@ class FsspecStore:
     def _list_s3(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
         bucket, root, _ = self._fs.split_path(self._root)
         root = f"{root}/" if root else ""
-        page: dict[str, Any] = {"Bucket": bucket, "Prefix": root + prefix}
         self._call("list", prefix, lambda: self._fs.connect(**self._limit()))
         where, sorts = f"list {self.url}/{prefix}", self._sorts()
-        if sorts and after is not None:
-            page["StartAfter"] = root + after
-        yield from (in_order if sorts else put_in_order)(self._pages(page, root, prefix, where), where)
+        start = {"StartAfter": root + after} if sorts and after is not None else {}
+
+        def ask(**page: Any) -> Mapping[str, Any]:
+            return self._call("list", prefix, lambda: self._fs.call_s3(
+                "list_objects_v2", Bucket=bucket, **start, **page, **self._limit()
+            ))  # fmt: skip
+
+        objects = self._pages.objects(ask, root + prefix, where)
+        found = (ObjectInfo(name_below(root, info.name, where), info.size) for info in objects)
+        yield from (in_order if sorts else put_in_order)(found, where)
 
     def _sorts(self) -> bool:
         """Whether listings are sorted by name. AWS documents it; SeaweedFS lists by folder, "a/b" before "a-b"."""
         host = urlsplit(self._fs.s3.meta.endpoint_url).hostname or ""
         return host.endswith((".amazonaws.com", ".amazonaws.com.cn")) and not self._bucket.endswith("--x-s3")
-
-    def _pages(self, page: dict[str, Any], root: str, prefix: str, where: str) -> Iterator[ObjectInfo]:
-        token = None
-        while True:
-            answer = self._call("list", prefix, lambda: self._fs.call_s3("list_objects_v2", **page, **self._limit()))
-            for entry in answer.get("Contents", ()):
-                info = listed(entry, where)
-                if not info.name.endswith("/"):  # a console's folder marker
-                    yield ObjectInfo(name_below(root, info.name, where), info.size)
-            token = next_page(answer, token, where)
-            if token is None:
-                return
-            page["ContinuationToken"] = token
 
     def _list_any(self, prefix: str) -> Iterator[ObjectInfo]:
         folder, _, stem = prefix.rpartition("/")

@@ -30,7 +30,7 @@ from hsx_dist.store.faults import Redactor, expired, past_the_end, redirected, t
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.obstore_connection import Connection, NotTranslated
 from hsx_dist.store.obstore_options import connect
-from hsx_dist.store.pages import in_order, name_below, next_page, put_in_order
+from hsx_dist.store.pages import continues, in_order, name_below, put_in_order
 
 T = TypeVar("T")
 
@@ -247,7 +247,7 @@ class ObstoreStore:
             if page is None:
                 return
             if len(page) > 1 and not self._continues:
-                self._check_pages(prefix, folder)
+                self._check_pages(prefix, folder, [str(entry["path"]) for entry in page])
             for entry in page:
                 path = str(entry["path"])
                 if path == folder:
@@ -264,16 +264,20 @@ class ObstoreStore:
             return True
         return False
 
-    def _check_pages(self, prefix: str, folder: str) -> None:
+    def _check_pages(self, prefix: str, folder: str, listed: Sequence[str]) -> None:
         """List one name, and check that the store says how the listing continues.
 
         obstore takes a page without a continuation token for the last one, even if the store says that it is not. One
-        check suffices, so it costs one request per store. Without a second name below ``folder`` it shows nothing.
+        check suffices, so it costs one request per store. ``listed``: paths in the listing's first page.
         """
         first_page = self._connection.first_page
         if first_page is not None:
-            answer = self._call("list", prefix, lambda *_: first_page(f"{folder}/" if folder else ""))
-            self._continues = next_page(answer, None, f"list {self.url}/{prefix}") is not None
+            self._continues = continues(
+                lambda prefix: self._call("list", prefix, lambda *_: first_page(prefix)),
+                f"{folder}/" if folder else "",
+                listed[:4],
+                f"list {self.url}/{prefix}",
+            )
 
     def _call(
         self,

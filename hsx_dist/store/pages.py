@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hsx_dist.errors import StoreError
@@ -67,6 +67,57 @@ def listed(entry: Mapping[str, Any], where: str) -> ObjectInfo:
     return ObjectInfo(str(entry["Key"]), stated_size(entry.get("Size"), where))
 
 
+def continues(
+    first_page: Callable[[str], Mapping[str, Any]], prefix: str, listed_before: Sequence[str], where: str
+) -> bool:
+    """List one name, and return whether the store says how the listing continues.
+
+    ``first_page(prefix)``: the answer to a listing of one name. ``listed_before``: keys that the store listed before.
+    The answer shows nothing if it has several names, or if the others were deleted since.
+
+    Raises:
+        StoreError: the answer lacks an object, and has no token. Longer listings would lack objects too.
+    """
+    answer = first_page(prefix)
+    if next_page(answer, None, where) is not None:
+        return True
+    named = _keys(answer)
+    if len(named) <= 1 and any(key in _keys(first_page(key)) for key in listed_before if key not in named):
+        raise StoreError(
+            f"{where}: expected a NextContinuationToken in an answer without all names (ListObjectsV2), got none: the "
+            "store cuts its listings, and objects may be missing. Use another store"
+        )
+    return False
+
+
+def _keys(answer: Mapping[str, Any]) -> set[str]:
+    return {str(entry.get("Key")) for entry in answer.get("Contents", ())}
+
+
+class Pages:
+    """The pages of a store's listings by S3's ``list_objects_v2``. Checks the store until it has continued a page."""
+
+    _continues = False
+
+    def objects(self, ask: Callable[..., Mapping[str, Any]], prefix: str, where: str) -> Iterator[ObjectInfo]:
+        """Yield all objects under their whole keys. ``ask(**arguments)``: the store's answer to one call.
+
+        Raises ``StoreError`` like ``next_page`` and ``continues``.
+        """
+        token = None
+        while True:
+            answer = ask(Prefix=prefix, **({"ContinuationToken": token} if token else {}))
+            found = [listed(entry, where) for entry in answer.get("Contents", ())]
+            yield from (info for info in found if not info.name.endswith("/"))  # without a console's folder markers
+            token = next_page(answer, token, where)
+            if token is None:
+                break
+            self._continues = True
+        if len(found) > 1 and not self._continues:
+            keys = [info.name for info in found[:4]]
+            self._continues = continues(lambda prefix: ask(Prefix=prefix, MaxKeys=1), prefix, keys, where)
+
+
 def next_page(answer: Mapping[str, Any], token: str | None, where: str) -> str | None:
     """Return the continuation token of the next page of S3's ``list_objects_v2``, or None after the last page.
 
@@ -75,9 +126,10 @@ def next_page(answer: Mapping[str, Any], token: str | None, where: str) -> str |
     Raises:
         StoreError: the page is not the last one, and has no new token. The names after it would be missing.
     """
-    if not answer.get("IsTruncated"):
-        return None
+    # Some stores omit IsTruncated, or write it so that botocore reads false. A token says that there are more names.
     following = answer.get("NextContinuationToken")
+    if not following and not answer.get("IsTruncated"):
+        return None
     if not following or following == token:
         raise StoreError(
             f"{where}: expected a page that is not the last one to have a new NextContinuationToken (ListObjectsV2), "

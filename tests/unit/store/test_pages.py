@@ -15,6 +15,7 @@ from hsx_dist.store import open_store
 from hsx_dist.store.opening import Backend
 
 NAMES = [f"r/data/{i}" for i in range(5)]
+SILENT = ("silent", "token alone")
 
 
 class Bucket(BaseHTTPRequestHandler):
@@ -26,25 +27,29 @@ class Bucket(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         type(self).requests += 1
         asked = {name: value[0] for name, value in parse_qs(urlsplit(self.path).query).items()}
+        names = [name for name in NAMES if name.startswith(asked.get("prefix", ""))]
         token = asked.get("continuation-token", "")
-        start = int(token or 0) if self.way not in ("token ignored", "version 1", "no token") else 0
+        start = int(token or 0) if self.way not in ("token ignored", "version 1", "no token", "silent") else 0
         stop = start + min(int(asked.get("max-keys", 2)), 2)
         following = {
             "version 2": f"<NextContinuationToken>{stop}</NextContinuationToken>",
             "same token": f"<NextContinuationToken>{token or stop}</NextContinuationToken>",
             "token ignored": f"<NextContinuationToken>{self.requests}</NextContinuationToken>",
             "page instead of another": f"<NextContinuationToken>{stop}</NextContinuationToken>",
-            "version 1": f"<NextMarker>{NAMES[min(stop, len(NAMES)) - 1]}</NextMarker>",
+            "version 1": f"<NextMarker>{names[min(stop, len(names)) - 1]}</NextMarker>",
             "no token": "",
+            "silent": "",
+            "token alone": f"<NextContinuationToken>{stop}</NextContinuationToken>",
         }[self.way]
-        truncated = stop < len(NAMES)
+        truncated = stop < len(names)
+        said = f"<IsTruncated>{str(truncated).lower()}</IsTruncated>" if self.way not in SILENT else ""
         entries = "".join(
             f"<Contents><Key>{name}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified><Size>1</Size></Contents>"
-            for name in (NAMES[:2] if self.way == "page instead of another" and start == 2 else NAMES[start:stop])
+            for name in (names[:2] if self.way == "page instead of another" and start == 2 else names[start:stop])
         )
         answer = (
             '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
-            f"<IsTruncated>{str(truncated).lower()}</IsTruncated>{following if truncated else ''}{entries}"
+            f"{said}{following if truncated else ''}{entries}"
             "<Name>b</Name></ListBucketResult>"
         ).encode()
         self.send_response(200)
@@ -72,6 +77,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     [
         ("version 1", "NextContinuationToken .* got none"),
         ("no token", "NextContinuationToken .* got none"),
+        ("silent", "the store cuts its listings"),
         ("same token", "expected each name once|the token of this page"),
         ("token ignored", "expected each name once"),
         ("page instead of another", "expected each name once"),
@@ -84,6 +90,15 @@ def test_a_store_that_does_not_continue_its_pages_is_refused(
     with pytest.raises(StoreError, match=f"list s3://b/r/data/: .*({says})") as told:
         list(open_store("s3://b/r", options, backend=backend, retry_seconds=0).list("data/"))
     assert not told.value.retryable
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+def test_a_token_alone_says_that_there_are_more_pages(
+    options: dict[str, str], monkeypatch: pytest.MonkeyPatch, backend: Backend
+) -> None:
+    monkeypatch.setattr(Bucket, "way", "token alone")
+    store = open_store("s3://b/r", options, backend=backend, retry_seconds=0)
+    assert [info.name for info in store.list("data/")] == [name.removeprefix("r/") for name in NAMES]
 
 
 @pytest.mark.parametrize(("backend", "checks"), [("obstore", 1), ("fsspec", 0)])
