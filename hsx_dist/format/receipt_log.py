@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 
 from hsx_dist.errors import AlreadyExists, Fenced, FormatError, HsxError, IntegrityError, NotFound, StoreError
 from hsx_dist.format.byte_budget import ByteBudget
@@ -86,8 +87,12 @@ class ReceiptLog:
 
 def is_closed(store: Store, attempt: int) -> bool:
     """Whether the attempt is closed, so that its writers must not store anything more."""
+    return _exists(store, closed_name(attempt))
+
+
+def _exists(store: Store, name: str) -> bool:
     try:
-        store.head(closed_name(attempt))
+        store.head(name)
     except NotFound:
         return False
     return True
@@ -161,6 +166,7 @@ class LogReader:
         Raises:
             IntegrityError: a receipt is missing or damaged.
             FormatError: an object with a receipt's name is not a receipt.
+            StoreError: raised by the store. Or a receipt exists that its listings lack.
         """
         return _before_seals(store, self._new(store), self._read)
 
@@ -245,6 +251,7 @@ def _before_seals(store: Store, listed: Iterable[ObjectInfo], done: dict[Log, in
             return e  # raised below, unless the log ends before this entry
 
     ended: set[Log] = set()
+    unlisted: set[str] = set()
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="hsx-receipts") as pool, ExitStack() as after:
         after.callback(pool.shutdown, cancel_futures=True)  # after an error no other receipt is read
         for (attempt, writer, number), found in zip(entries, pool.map(read, entries), strict=True):
@@ -254,7 +261,9 @@ def _before_seals(store: Store, listed: Iterable[ObjectInfo], done: dict[Log, in
                 continue
             if number != expected:
                 _check_gap(store, log, expected, number)
-                ended.add(log)  # the object exists: the listing passed its name before the writer stored it
+                # The listing passed the name before the writer stored the object, or lacks names.
+                unlisted.add(receipt_name(*log, expected))
+                ended.add(log)
             elif isinstance(found, HsxError):
                 raise found
             elif found is not None:
@@ -265,6 +274,27 @@ def _before_seals(store: Store, listed: Iterable[ObjectInfo], done: dict[Log, in
                 ended.add(log)
                 if done is not None:
                     done[log] = LARGEST_NUMBER
+        # A web server's page may lack the last names without a word. Other stores say that a listing has more pages.
+        if done is not None and store.url.startswith(("http://", "https://")):
+            growing = [log for log, last in done.items() if last != LARGEST_NUMBER and log not in ended]
+            following = [receipt_name(*log, done[log] + 1) for log in growing]
+            unlisted |= {
+                name
+                for name, there in zip(following, pool.map(partial(_exists, store), following), strict=True)
+                if there
+            }
+    if unlisted:
+        _require_listed(store, unlisted)
+
+
+def _require_listed(store: Store, names: set[str]) -> None:
+    """Check that a new listing has ``names`` of objects that exist. Raises ``StoreError``."""
+    missing = names.difference(info.name for info in store.list("manifest/"))
+    if missing:
+        raise StoreError(
+            f"{store.url}/{min(missing)}: expected a listing with this object, which exists, got one without it: "
+            "receipts may be missing too. Let the server list whole folders, or use another store"
+        )
 
 
 def _clear_frames(error: BaseException | None) -> None:
@@ -276,14 +306,12 @@ def _clear_frames(error: BaseException | None) -> None:
 
 def _check_gap(store: Store, log: Log, expected: int, number: int) -> None:
     name = receipt_name(*log, expected)
-    try:
-        store.head(name)
-    except NotFound:
+    if not _exists(store, name):
         raise IntegrityError(
             f"{store.url}/{name}: expected a receipt, got no object: {number - expected} missing before number "
             f"{number} of this writer. They were lost after they were written. Restore them. Or remove the writer's "
             "later receipts and run again, which extracts their samples again"
-        ) from None
+        )
 
 
 def read_entry(store: Store, name: str, size: int | None = None) -> Receipt | None:

@@ -20,8 +20,12 @@ T = TypeVar("T")
 _DEEPEST = 12
 #: Servers write a folder's path at the end of its page's title.
 _TITLE = re.compile(r"<title>([^<]{0,10000})", re.IGNORECASE)
-_LINK = re.compile(r"<a\s([^<>]*)", re.IGNORECASE)
-_HREF = re.compile(r"(?<![\w-])href\s*+=\s*+(?:\"([^\"]*)\"|'([^']*)'|([^\s'\">]+))", re.IGNORECASE)
+_LINK = re.compile(r"<(a|link)\s([^<>]*)", re.IGNORECASE)
+_VALUE = r"\s*+=\s*+(?:\"([^\"]*)\"|'([^']*)'|([^\s'\">]+))"
+_HREF = re.compile(rf"(?<![\w-])href{_VALUE}", re.IGNORECASE)
+_REL = re.compile(rf"(?<![\w-])rel{_VALUE}", re.IGNORECASE)
+#: Parameters of a link to another part of the same folder.
+_PART = frozenset(("after", "continuation-token", "cursor", "marker", "offset", "p", "page", "skip", "start"))
 
 
 class HttpStore(FsspecStore):
@@ -90,12 +94,19 @@ class HttpStore(FsspecStore):
         page: bytes = self._call("list", prefix, lambda: self._fs.cat_file(url, **longest))
         try:
             names = dict.fromkeys(_names_in(page, url))
+            further = _further_page(page, url)
             found = _TITLE.search(page.decode(errors="replace"))
             title = unescape(found[1]).strip().rstrip("/") if found else ""
         except ValueError as e:
             raise self._lists_nothing(
                 prefix, f"a link or title that cannot be read ({redact_text(str(e))[:100]})", url
             ) from e
+        if further is not None:
+            raise StoreError(
+                f"list {self.url}/{prefix}: expected one page with every name, got a link to a further page "
+                f"({redact_text(further)[:100]!r}) at {public_url(url)}. Let the server list "
+                "whole folders, or copy the run to a folder"
+            )
         if not names and not (below and title.endswith(below)):
             # Not the page of an empty folder: it may be a log-in page, or ask to wait.
             raise self._lists_nothing(prefix, "a page without links, and without the folder's name as its title", url)
@@ -105,12 +116,37 @@ class HttpStore(FsspecStore):
         ]
 
 
+def _links(page: bytes) -> Iterator[tuple[str, str, str]]:
+    """Yield of each link of a page: its tag, the kind of its target (``rel``), and the target."""
+    for tag in _LINK.finditer(page.decode(errors="replace")):
+        rel, href = _REL.search(tag[2]), _HREF.search(tag[2])
+        yield (
+            tag[1].lower(),
+            rel[rel.lastindex or 0].lower() if rel else "",
+            unescape(href[href.lastindex or 0]) if href else "",
+        )
+
+
+def _further_page(page: bytes, url: str) -> str | None:
+    """Return a link to another page of the same folder, or None. The files that it names would be missing."""
+    place = unquote(url.partition("://")[2]).rstrip("/")
+    for _, rel, link in _links(page):
+        path, _, query = link.partition("#")[0].partition("?")
+        if path.startswith("/") and not path.startswith("//"):
+            path = f"//{place.partition('/')[0]}{path}"
+        itself = path in ("", ".", "./") or unquote(path.partition("//")[2]).rstrip("/") == place
+        names = {part.partition("=")[0].lower() for part in re.split("[&;]", query)}
+        if "next" in rel.split() or (itself and names & _PART):
+            return link
+    return None
+
+
 def _names_in(page: bytes, url: str) -> Iterator[str]:
     """Yield the names that a folder's page links to. Takes time linear in the page, unlike fsspec's expression."""
     place = url.partition("://")[2]  # behind a proxy, an absolute link may have the other scheme
-    for tag in _LINK.finditer(page.decode(errors="replace")):
-        found = _HREF.search(tag[1])
-        link = unescape(found[found.lastindex or 0]) if found else ""
+    for tag, _, link in _links(page):
+        if tag != "a":
+            continue
         if {"?", "#"}.intersection(link):  # Apache links "?C=N" to sort its page
             continue
         if link.startswith("/"):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from hsx_dist.errors import Fenced, FormatError
+from hsx_dist.errors import Fenced, FormatError, StoreError
 from hsx_dist.format import receipt_log
 from hsx_dist.format.byte_budget import ByteBudget
 from hsx_dist.format.checksum import crc32c, crc32c_hex
@@ -70,6 +70,28 @@ def test_receipts_after_a_seal_are_ignored() -> None:
         )
     assert list(LogReader().read(store)) == []
     assert list(new_receipts(store, lambda _: False, 1)) == []
+
+
+class Cut(MemoryStore):
+    """A store of which the first listings lack an object that exists."""
+
+    lacking = 1
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        lacks = receipt_name(1, "w", 2) if self.lacking > 0 else None
+        self.lacking -= 1
+        return iter([info for info in super().list(prefix, after) if info.name != lacks])
+
+
+def test_an_object_in_a_gap_is_listed_later_or_an_error() -> None:
+    store, reader = Cut(), LogReader()
+    log = ReceiptLog(store, 1, "w")
+    for created in "abc":
+        log.append(receipt(created))
+    assert [[r.created for r in reader.read(store)] for _ in range(2)] == [["a"], ["b", "c"]]
+    store.lacking = 2
+    with pytest.raises(StoreError, match=r"000002.json: expected a listing with this object, which exists"):
+        list(LogReader().read(store))
 
 
 def test_a_newer_attempt_seals_every_log_that_can_still_grow() -> None:

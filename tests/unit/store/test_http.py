@@ -18,9 +18,11 @@ import pytest
 from hsx_dist import open_run
 from hsx_dist.errors import StoreError
 from hsx_dist.format.container import Part
+from hsx_dist.format.receipt import Receipt
+from hsx_dist.format.receipt_log import LogReader, ReceiptLog
 from hsx_dist.store import open_store
 from hsx_dist.store.base import Store, cut
-from hsx_dist.store.http_store import _names_in
+from hsx_dist.store.http_store import _further_page, _names_in
 from tests.golden.make import FOLDER
 from tests.unit.growth import check_linear
 
@@ -311,7 +313,76 @@ def test_a_link_is_read_as_a_browser_does(link: str, name: str | None) -> None:
     assert list(_names_in(page, "http://h/r")) == ([] if name is None else [name])
 
 
-@pytest.mark.parametrize("unit", [" ", "<a ", "<a href", "href ", "href=", "<a href='", "<a href=../x>", "<a href=a>"])
+@pytest.mark.parametrize(
+    ("tag", "further"),
+    [
+        ('<a href="?page=2">', "?page=2"),
+        ('<a href="./?C=N&amp;offset=10">', "./?C=N&offset=10"),
+        ('<a href="/r/a%20b/?start=2#x">', "/r/a%20b/?start=2#x"),
+        ("<a href=https://h/r/a%20b?marker=f>", "https://h/r/a%20b?marker=f"),
+        ("<a rel='nofollow next' href='2.html'>", "2.html"),
+        ('<link rel="next" href="?2">', "?2"),
+        ('<a href="?C=N;O=D">', None),
+        ('<a href="?sort=name&order=desc">', None),
+        ('<a href="file?page=2">', None),
+        ('<a href="/other/?page=2">', None),
+        ('<link rel="stylesheet" href="s.css?page=2">', None),
+    ],
+)
+def test_a_link_to_a_further_page_of_the_folder_is_seen(tag: str, further: str | None) -> None:
+    assert _further_page(tag.encode(), "http://h/r/a%20b") == further
+    assert list(_names_in(b"<link rel=stylesheet href=s.css>", "http://h/r")) == []
+
+
+class Pages(Welcome):
+    """A server that lists a folder in several pages."""
+
+    page = b'<a href="below/">below</a> <a href="run.json">run.json</a> <a href="?page=2">Next page</a>'
+
+
+class Cut(Whole):
+    """A server whose page of a folder lacks a name, and does not say so."""
+
+    lacks = ""
+
+    def list_directory(self, path: str | PathLike[str]) -> BytesIO | None:
+        names = sorted(p.name + "/" * p.is_dir() for p in Path(path).iterdir() if p.name != self.lacks)
+        self.send_response(200)
+        self.end_headers()
+        self.close_connection = True
+        shown = self.path.rstrip("/")
+        return BytesIO("".join([f"<title>{shown}</title>", *(f'<a href="{n}">{n}</a>' for n in names)]).encode())
+
+
+def test_a_server_that_lists_folders_in_pages_is_refused(folder: Path) -> None:
+    with (
+        served(folder, Pages) as store,
+        pytest.raises(StoreError, match=r"got a link to a further page \('\?page=2'\)"),
+    ):
+        list(store.list())
+
+
+@pytest.mark.parametrize("lacks", ["000002.json", "000003.json"], ids=["a gap", "the end"])
+def test_a_receipt_that_exists_and_is_not_listed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    log = ReceiptLog(open_store(str(tmp_path / "run")), 1, "w")
+    for _ in range(3):
+        log.append(Receipt(0, "", 0, None, 0, "0" * 8, 0, 0, (), (), "t"))
+    (tmp_path / "run" / "run.json").write_bytes(b"{}")
+    with served(tmp_path, Cut) as store:
+        store.get("run.json")
+        assert len(list(LogReader().read(store))) == 3
+        monkeypatch.setattr(Cut, "lacks", lacks)
+        with pytest.raises(StoreError, match=f"{lacks}: expected a listing with this object, which exists"):
+            list(LogReader().read(store))
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [" ", "<a ", "rel='", "<a rel=next ", "<a href", "href ", "href=", "<a href='", "<a href=../x>", "<a href=a>"],
+)
 def test_a_page_takes_time_in_proportion_to_its_length(unit: str) -> None:
     """fsspec's expression takes half a minute for a page of 2,000 blanks."""
     check_linear(lambda n: lambda: list(_names_in(f"<a {unit * n}>".encode(), "http://h/r")), 1 << 13)
+    check_linear(lambda n: lambda: _further_page(f"<a {unit * n}>".encode(), "http://h/r"), 1 << 13)
