@@ -35,7 +35,8 @@ def _checked(check: Callable[[Any], object], *fields: str, mode: Literal["before
     """Return a validator that raises what ``check`` raises, and changes no value."""
 
     def validate(value: Any) -> Any:
-        check(value)
+        if value is not None:
+            check(value)
         return value
 
     return field_validator(*fields, mode=mode)(validate)
@@ -341,7 +342,7 @@ class ExtractConfig(Settings):
     )
 
     _deadline = field_validator("deadline", mode="before")(check_deadline)
-    _places = _checked(check_no_credentials, "output", "model")
+    _places = _checked(check_no_credentials, "output", "model", "revision")
     _codec = _checked(check_codec, "codec", mode="before")
     _select = _checked(check_select, "select")
     _sampling_params = _checked(check_sampling_params, "sampling_params")
@@ -409,6 +410,4 @@ def _public_value(name: str, value: Any) -> Any:
         return int(value)
     if isinstance(value, datetime):
         return value.isoformat()
-    if isinstance(value, (Mapping, list)):
-        return hide_secrets(value)
-    return public_url(value) if isinstance(value, str) else value
+    return hide_secrets(value)

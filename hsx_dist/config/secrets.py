@@ -11,7 +11,7 @@ from typing import Any
 
 from hsx_dist.config.secret_names import HIDDEN, looks_secret
 from hsx_dist.config.tokens import BEFORE_TOKEN, KNOWN_TOKEN
-from hsx_dist.config.urls import has_credentials, is_address, is_endpoint, public_url
+from hsx_dist.config.urls import has_credentials, is_endpoint, public_url
 
 # Most of these patterns search texts of stored objects, so the time of each must grow linearly with the text's length.
 _ENV_REFERENCE = re.compile(r"\$\{env:[^{}]*\}")
@@ -94,15 +94,11 @@ def _secret_paths(value: object, path: tuple[str, ...], *, within: bool) -> Iter
 def _holds_literal(text: str) -> bool:
     hidden = _ENV_REFERENCE.sub(HIDDEN, text)  # a word would be a token after ``Authorization: Bearer``
     named = _without_references(text)
-    return has_credentials(named) or is_address(named) or _SECRET_TEXT.search(hidden) is not None
+    return has_credentials(named) or _SECRET_TEXT.search(hidden) is not None
 
 
 def _holds_secret(text: str) -> bool:
-    return has_credentials(text) or _is_secret_text(text)
-
-
-def _is_secret_text(text: str) -> bool:
-    return is_address(text) or _SECRET_TEXT.search(text) is not None
+    return has_credentials(text) or _SECRET_TEXT.search(text) is not None
 
 
 def _without_references(text: str) -> str:
@@ -157,7 +153,7 @@ def hide_secrets(value: Any, *, within: bool = False) -> Any:
         return HIDDEN
     if isinstance(value, str):
         shown = public_url(value)  # without characters that may split a credential
-        return HIDDEN if any(map(_is_secret_text, (value, shown))) else shown
+        return HIDDEN if any(map(_SECRET_TEXT.search, (value, shown))) else shown
     return value
 
 

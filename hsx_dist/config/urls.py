@@ -8,12 +8,13 @@ from unicodedata import normalize
 from urllib.parse import unquote
 
 from hsx_dist.config.secret_names import HIDDEN, looks_secret
+from hsx_dist.config.tokens import KNOWN_TOKEN
 from hsx_dist.errors import ConfigError
 
 # Most of these patterns search texts of stored objects, so the time of each must grow linearly with the text's length.
 _REFUSED = (
     "{}: expected a URL without credentials, got one with a part that may be one. Give credentials by the environment, "
-    "a profile or storage_options"
+    "a profile or storage_options. Write a folder of this name as ./NAME"
 )
 _NO_HOST = frozenset({"file", "local", "memory", "zip", "tar", "jar", "libarchive", "reference", "dir", "data"})
 _BUCKETS = frozenset({"s3", "s3a", "s3n", "gs", "gcs", "oss", "obs", "cos", "tos", "r2", "b2"})
@@ -48,6 +49,9 @@ _ODD_AUTHORITY = re.compile(rf"(?!({'|'.join(sorted(_NO_HOST))})://)[^:]*://[^/]
 _BUCKET = re.compile(r"[^:@]*|arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d{12}:(accesspoint(:[a-z0-9.-]+)?|outpost)")
 #: ``github://ORG:REPOSITORY@REF``, as fsspec spells it. GitHub's tokens have known prefixes.
 _REPOSITORY = re.compile(r"(?!.*(gh[a-z]_|github_pat_))[\w.-]+:[\w.-]+@[\w.-]+")
+_KNOWN_TOKEN = re.compile(KNOWN_TOKEN)
+#: What is between the links of a chain. An IPv6 address has it too.
+_BETWEEN = re.compile(r"::(?![0-9A-Fa-f:.%]{0,60}\](?::\d{0,5})?(?:[/?#]|::|\Z))")
 _HOST = re.compile(r"([^:@]*|\[[0-9A-Fa-f:.%]+\])(:(?P<port>\d{0,5}))?")
 
 
@@ -59,7 +63,7 @@ def has_credentials(text: str) -> bool:
     - ``file``, ``local``, ``memory``: a path; no rule.
     - ``zip``, ``tar``, ``jar``, …: a member of an archive; no rule.
     - ``s3``, ``gs``, ``gcs``, …: a bucket; no ``@``, and no ``:`` except in the ARN of an access point.
-    - ``abfs``, ``hf``, ``sftp``, …: ``NAME@HOST[:PORT]``; a name without ``:`` is no credential.
+    - ``abfs``, ``hf``, ``sftp``, …: ``NAME@HOST[:PORT]``; a name without ``:`` and known tokens is none.
     - every other scheme: ``HOST[:PORT]``; no ``@``, and no other ``:``.
 
     Without an authority (``sftp:///…``), no ``@`` may follow, except where there is no rule.
@@ -68,9 +72,10 @@ def has_credentials(text: str) -> bool:
     the bucket would be ``KEY:SEC``. An ``@`` behind a valid authority belongs to a path (``s3://bucket/a@b``). A query
     or a fragment with a parameter such as ``X-Amz-Signature``, ``sig`` or ``token`` is a credential. A local path or a
     hub id has no ``://`` and holds none. A text that begins as a URL is judged as any library reads it (``check_url``).
+    A text, or a link of a chain, that ``is_address`` holds a credential.
     """
     text = _as_read(text)
-    return any(map(breaks_the_rule, links_of(text))) or is_signed_url(text)
+    return any(map(breaks_the_rule, links_of(text))) or is_signed_url(text) or any(map(is_address, _chained(text)))
 
 
 def is_address(text: str) -> bool:
@@ -82,6 +87,11 @@ def is_address(text: str) -> bool:
     user, _, password = word.rpartition("@")[0].partition(":")
     is_path = "/" in user or password.startswith("//")
     return bool(password) and not is_path and len(word.split(maxsplit=1)) == 1
+
+
+def _chained(text: str) -> list[str]:
+    """Return the links of a chain of URLs, also those without a scheme. Any other text is one link."""
+    return _BETWEEN.split(text) if _CHAIN.match(text) else [text]
 
 
 def check_url(url: str) -> None:
@@ -145,11 +155,14 @@ def check_no_credentials(url: str) -> None:
 
 
 def check_place_of_credentials(url: str) -> None:
-    """Raise ConfigError if a URL has credentials where no library reads them: in a bucket's name, or as a port.
+    """Raise ConfigError if a URL has credentials where no library reads them: in a bucket's name, as a port, or in a
+    link without a scheme.
 
     Also raises as ``check_url`` does.
     """
     check_url(url)
+    if any(map(is_address, _chained(url))):
+        raise ConfigError(_REFUSED.format(public_url(url)))
     for link in filter(breaks_the_rule, links_of(url)):
         if link.partition("://")[0].lower() in _BUCKETS or "@" not in _authority(link):
             raise ConfigError(_REFUSED.format(public_url(url)))
@@ -158,10 +171,10 @@ def check_place_of_credentials(url: str) -> None:
 def public_url(url: str) -> str:
     """Return ``url`` without credentials and without its query, for messages, logs and stored objects.
 
-    If a link has credentials (see ``has_credentials``), only the text after its last ``@`` is returned. A text without
-    ``://`` is returned unchanged.
+    If a link has credentials (see ``has_credentials``), only the text after its last ``@`` is returned. Of a link
+    that ``is_address`` nothing is returned. Any other text without ``://`` is returned unchanged.
     """
-    url = _as_read(url)
+    url = _without_addresses(_as_read(url))
     if "://" not in url:
         return url
     links = links_of(url)
@@ -169,7 +182,12 @@ def public_url(url: str) -> str:
     shown = url[:start] + "".join(public_link(link) for link in links)
     before, separator, rest = shown.partition("://")
     shown = before + separator + rest.split("?", 1)[0]
-    return re.split("[;#]", shown, maxsplit=1)[0] if is_signed_url(shown) else shown
+    shown = re.split("[;#]", shown, maxsplit=1)[0] if is_signed_url(shown) else shown
+    return _without_addresses(shown)  # what is left of a text may be an address
+
+
+def _without_addresses(text: str) -> str:
+    return "::".join(HIDDEN if is_address(link) else link for link in _chained(text))
 
 
 def is_signed_url(text: str) -> bool:
@@ -254,7 +272,7 @@ def breaks_the_rule(link: str) -> bool:
     if scheme == "github" and _REPOSITORY.fullmatch(authority):
         return False
     name, at, host = authority.rpartition("@")
-    if at and (scheme not in _NAME_AND_HOST or ":" in name):
+    if at and (scheme not in _NAME_AND_HOST or ":" in name or _KNOWN_TOKEN.search(name)):
         return True
     found = _HOST.fullmatch(host)
     if found is None or int(found["port"] or 0) > 65535:

@@ -185,6 +185,7 @@ PIECES = (
 @example("http://,u@//x")
 @example("http://u@\\x")
 @example("o:r@x&sig=a://")
+@example("o:r@xhttp:// @")
 @example("o:r@x<Key>s3://")
 @example("file://AccountKey=\t'h")
 @example("@file://AccountKey=u:p;o:r@x")

@@ -234,6 +234,23 @@ def test_no_error_message_shows_a_credential(direct: dict[str, Any], monkeypatch
     assert SECRET not in str(e.value)
 
 
+@pytest.mark.parametrize("text", [f"me:{SECRET}@host/x", f"Bearer sk-{SECRET}"])
+def test_a_credential_in_any_text_of_the_settings_is_not_shown(text: str) -> None:
+    config = load_config(
+        None, model="m", output="o", layers=text, input={"text": text, "split": text, "id": f"{text}x"}
+    )
+    assert SECRET not in f"{config!r} {json.dumps([config.public(), config.meaning()])}"
+    for take in (
+        lambda: load_config(None, model="m", output="o", revision=f"me:{SECRET}@host/x"),
+        lambda: load_config(None, model="m", output="o", engine_kwargs={"tokenizer": f"me:{SECRET}@host/x"}),
+        lambda: load_config(None, model="m", output="o", input={"path": f"zip://x::me:{SECRET}@host/x"}),
+        lambda: read_connector_config({"shared_storage_path": f"me:{SECRET}@host/x"}),
+    ):
+        with pytest.raises(ConfigError, match="without credentials") as e:
+            take()
+        assert SECRET not in str(e.value)
+
+
 def test_errors_of_pydantic_show_no_credential() -> None:
     with pytest.raises(ValueError, match="retry_seconds") as e:
         ExtractConfig(output="o", model="m", store={"storage_options": {"key": SECRET}, "retry_seconds": SECRET})  # type: ignore[arg-type]
@@ -275,6 +292,13 @@ WITH = {
     f"https://h/x?X%2DAmz%2DSignature={SECRET}": "https://h/x",
     f"https://h/x#access_token={SECRET}": "https://h/x",
     f"zip://a::https://h/x?sig={SECRET}": "zip://a::https://h/x",
+    f"me:{SECRET}@minio/run": "(not shown)",
+    f"me:{SECRET}@h:80": "(not shown)",
+    f"zip://x::me:{SECRET}@h/y.zip": "zip://x::(not shown)",
+    f"zip://x::https://h/a::me:{SECRET}]@h/y.zip": "zip://x::https://h/a::(not shown)",
+    **{
+        f"{scheme}://ghp_{SECRET.replace('-', '_')}@h/x": f"{scheme}://h/x" for scheme in ("sftp", "ftp", "hf", "abfss")
+    },
 }
 #: URL → its redacted form. None has a credential.
 WITHOUT = {
@@ -299,6 +323,8 @@ WITHOUT = {
     "memory://a@b:c/d": "memory://a@b:c/d",
     "zip://a@b:c.jsonl::s3://b/x.zip": "zip://a@b:c.jsonl::s3://b/x.zip",
     "simplecache::s3://b/x": "simplecache::s3://b/x",
+    "zip://a::http://[fe80::1]:80/a@b": "zip://a::http://[fe80::1]:80/a@b",
+    "/data/x::a:b@c": "/data/x::a:b@c",
     "runs/a?b": "runs/a?b",
     "/data/a@b:c::d": "/data/a@b:c::d",
     "org/model@main": "org/model@main",
@@ -457,10 +483,10 @@ LOCAL = [
         "data",
         "data/a@b",
         "data/a:b@c",
-        "data:a@b",
+        "data/x:a@b",
         "s3",
         "s3/a@b",
-        "s3-x:a@b",
+        "s3-x/y:a@b",
         "git@github.com:org/x",
         "hf:x",
         "s3 x@y",
@@ -468,7 +494,7 @@ LOCAL = [
 ]
 
 
-@pytest.mark.parametrize("path", ["./s3:/x", "/a/s3:/x", "data//x", "data:x", "a/s3//x", "zip:x", "a:b@c", *LOCAL])
+@pytest.mark.parametrize("path", ["./s3:/x", "/a/s3:/x", "data//x", "data:x", "a/s3//x", "zip:x", "./a:b@c", *LOCAL])
 def test_a_folder_that_is_no_mistyped_url_is_taken(path: str) -> None:
     check_url(path)
     assert public_url(path) == path
