@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from hsx_dist.config.models import ExtractConfig
 from hsx_dist.config.problems import config_error
 from hsx_dist.config.redaction import redact_text
-from hsx_dist.config.secrets import hide_secrets, is_env_reference, secret_paths
+from hsx_dist.config.secret_names import is_env_reference
+from hsx_dist.config.secrets import hide_secrets, secret_paths
 from hsx_dist.config.urls import public_url
 from hsx_dist.errors import ConfigError
 

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from urllib.parse import unquote
 
-from hsx_dist.config.secret_names import HIDDEN, looks_secret
-from hsx_dist.config.secrets import is_env_reference
+from hsx_dist.config.secret_names import HIDDEN, is_env_reference, looks_secret
 from hsx_dist.config.tokens import BEFORE_TOKEN, KNOWN_TOKEN
 from hsx_dist.config.urls import breaks_the_rule, links_of, public_link
 
@@ -82,6 +81,19 @@ def redact_text(text: str) -> str:
             return shown
         text = shown  # a hidden value may reveal an address or a parameter around it
     return HIDDEN
+
+
+def is_shown(text: str) -> bool:
+    """Whether redaction hides nothing of ``text``, the text of a setting. An ``@`` in a path is accepted here."""
+    if "@" in text:
+        text = _ADDRESS.sub(lambda found: found[0].replace("@", "") if _is_path(found[0]) else found[0], text)
+    half = MOST // 2
+    pieces = (text[at : at + MOST] for at in range(0, max(len(text) - half, 1), half))
+    return all(_hidden(piece) == piece for piece in pieces)
+
+
+def _is_path(word: str) -> bool:
+    return "/" in word.partition(":")[0].removeprefix("//")
 
 
 def _ends(head: str, tail: str) -> str:

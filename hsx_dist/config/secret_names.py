@@ -7,6 +7,8 @@ import re
 #: Text in place of a value that is not shown.
 HIDDEN = "(not shown)"
 
+#: The value of an environment variable, in a setting.
+ENV_REFERENCE = re.compile(r"\$\{env:[^{}]*\}")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _SECRET_WORDS = frozenset(
     [
@@ -58,6 +60,11 @@ _SECRET_PHRASES = frozenset(
 _SECRET_NAMES = frozenset({"pass", "pw", "pat"})
 # "token" is also the model's word: token_ids, skip_special_tokens, max_tokens, token_type_ids are no secrets.
 _AFTER_TOKEN = frozenset({"id", "ids", "type", "count", "limit"})
+
+
+def is_env_reference(value: object) -> bool:
+    """Whether ``value`` is one ``${env:NAME}`` and nothing else."""
+    return isinstance(value, str) and ENV_REFERENCE.fullmatch(value.strip()) is not None
 
 
 def looks_secret(name: str) -> bool:

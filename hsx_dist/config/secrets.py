@@ -9,18 +9,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hsx_dist.config.secret_names import HIDDEN, looks_secret
+from hsx_dist.config.redaction import is_shown
+from hsx_dist.config.secret_names import ENV_REFERENCE, HIDDEN, is_env_reference, looks_secret
 from hsx_dist.config.tokens import BEFORE_TOKEN, KNOWN_TOKEN
 from hsx_dist.config.urls import has_credentials, is_endpoint, public_url
 
 # Most of these patterns search texts of stored objects, so the time of each must grow linearly with the text's length.
-_ENV_REFERENCE = re.compile(r"\$\{env:[^{}]*\}")
 #: A credential in a text, by the words before it or its prefix. Prose has no long word with a digit after ``bearer``.
 _SECRET_TEXT = re.compile(
     r"(?i:\b(bearer|basic)\s+(?=\S*\d)\S{16}|\b\w{0,20}(accountkey|accesskey|accesssignature)=[^;\s]"
     r'|"private_key"|BEGIN [A-Z0-9 ]{0,20}PRIVATE KEY)'
     rf"|({BEFORE_TOKEN})[^\s'\"]|{KNOWN_TOKEN}"
 )
+#: The beginning of a statement or an expression in a chat template.
+_TEMPLATE = re.compile(r"\{[{%]")
 #: A text that ``compared_form`` or an earlier version stored in place of a credential.
 _COMPARED = re.compile(rf"{re.escape(HIDDEN)}( [0-9a-f]{{8}})?")
 # Names of storage options (of s3fs, gcsfs, adlfs) whose values are addresses and modes, never credentials.
@@ -52,11 +54,6 @@ _HARMLESS_OPTIONS = frozenset(
 _ENDPOINT_OPTION = "endpoint_url"
 # gcsfs accepts these words as `token`. They name the place of a credential, and are not credentials.
 _WHERE_TO_LOOK = frozenset({"anon", "cloud", "google_default", "cache"})
-
-
-def is_env_reference(value: object) -> bool:
-    """Whether ``value`` is one ``${env:NAME}`` and nothing else."""
-    return isinstance(value, str) and _ENV_REFERENCE.fullmatch(value.strip()) is not None
 
 
 def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -92,18 +89,22 @@ def _secret_paths(value: object, path: tuple[str, ...], *, within: bool) -> Iter
 
 
 def _holds_literal(text: str) -> bool:
-    hidden = _ENV_REFERENCE.sub(HIDDEN, text)  # a word would be a token after ``Authorization: Bearer``
+    hidden = ENV_REFERENCE.sub(HIDDEN, text)  # a word would be a token after ``Authorization: Bearer``
     named = _without_references(text)
-    return has_credentials(named) or _SECRET_TEXT.search(hidden) is not None
+    if has_credentials(named) or _SECRET_TEXT.search(hidden):
+        return True
+    # A template compares names with quoted texts. It is hidden, and not refused.
+    # A reference is shown in one of the two forms.
+    return _TEMPLATE.search(text) is None and not any(map(is_shown, (hidden, named)))
 
 
 def _holds_secret(text: str) -> bool:
-    return has_credentials(text) or _SECRET_TEXT.search(text) is not None
+    return has_credentials(text) or _SECRET_TEXT.search(text) is not None or not is_shown(text)
 
 
 def _without_references(text: str) -> str:
     """Return ``text`` with a word for each ``${env:NAME}``, and without a part before an ``@`` that is only these."""
-    return _ENV_REFERENCE.sub("env", re.sub(rf"(?:^|(?<=://))({_ENV_REFERENCE.pattern}:?)+@", "", text))
+    return ENV_REFERENCE.sub("env", re.sub(rf"(?:^|(?<=://))({ENV_REFERENCE.pattern}:?)+@", "", text))
 
 
 def hide_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def hide_secrets(value: Any, *, within: bool = False) -> Any:
         return HIDDEN
     if isinstance(value, str):
         shown = public_url(value)  # without characters that may split a credential
-        return HIDDEN if any(map(_SECRET_TEXT.search, (value, shown))) else shown
+        return HIDDEN if any(map(_SECRET_TEXT.search, (value, shown))) or not is_shown(shown) else shown
     return value
 
 

@@ -50,7 +50,7 @@ _BUCKET = re.compile(r"[^:@]*|arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d{12}:(access
 #: ``github://ORG:REPOSITORY@REF``, as fsspec spells it. GitHub's tokens have known prefixes.
 _REPOSITORY = re.compile(r"(?!.*(gh[a-z]_|github_pat_))[\w.-]+:[\w.-]+@[\w.-]+")
 _KNOWN_TOKEN = re.compile(KNOWN_TOKEN)
-#: What is between the links of a chain. An IPv6 address has it too.
+#: The separator of a chain's links. An IPv6 address has it too.
 _BETWEEN = re.compile(r"::(?![0-9A-Fa-f:.%]{0,60}\](?::\d{0,5})?(?:[/?#]|::|\Z))")
 _HOST = re.compile(r"([^:@]*|\[[0-9A-Fa-f:.%]+\])(:(?P<port>\d{0,5}))?")
 
@@ -183,7 +183,7 @@ def public_url(url: str) -> str:
     before, separator, rest = shown.partition("://")
     shown = before + separator + rest.split("?", 1)[0]
     shown = re.split("[;#]", shown, maxsplit=1)[0] if is_signed_url(shown) else shown
-    return _without_addresses(shown)  # what is left of a text may be an address
+    return _without_addresses(shown)  # the rest of a text may be an address
 
 
 def _without_addresses(text: str) -> str:

@@ -251,6 +251,34 @@ def test_a_credential_in_any_text_of_the_settings_is_not_shown(text: str) -> Non
         assert SECRET not in str(e.value)
 
 
+#: Texts of settings that have a credential in them.
+TEXTS = [
+    f'{{"host": "redis", "password": "{SECRET}"}}',
+    f"host=db password='{SECRET}'",
+    f"password={SECRET};user=x",
+    f"Pwd={SECRET}",
+    f"db?x=1&api_key={SECRET}",
+    f"<password>{SECRET}</password>",
+    f"pre me:{SECRET}@host",
+    f"{'x ' * 50_000}password={SECRET}",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_of_which_redaction_hides_a_part_is_hidden_compared_and_no_override(text: str) -> None:
+    config = load_config(None, model="m", output="o", engine_kwargs={"x": text}, chat_template_kwargs={"x": text})
+    assert SECRET not in json.dumps([config.public(), config.meaning()])
+    assert list(secret_paths(text, ("engine_kwargs", "x")))
+    assert not list(secret_paths(text.replace(SECRET, "${env:HOME}"), ("engine_kwargs", "x")))
+    assert compared_form(text) != compared_form(text + "2")
+
+
+def test_a_chat_template_is_accepted_and_compared() -> None:
+    template = "{% set eos_token = '</s>' %}{% for m in messages %}{{ m['content'] }} u:p@h{% endfor %}"
+    assert not list(secret_paths({"chat_template_kwargs": {"chat_template": template}}))
+    assert compared_form(template) not in (compared_form(template + " "), hide_secrets(template))
+
+
 def test_errors_of_pydantic_show_no_credential() -> None:
     with pytest.raises(ValueError, match="retry_seconds") as e:
         ExtractConfig(output="o", model="m", store={"storage_options": {"key": SECRET}, "retry_seconds": SECRET})  # type: ignore[arg-type]
