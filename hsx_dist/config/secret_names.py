@@ -9,7 +9,9 @@ HIDDEN = "(not shown)"
 
 #: The value of an environment variable, in a setting.
 ENV_REFERENCE = re.compile(r"\$\{env:[^{}]*\}")
-_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=Token)")
+#: The end of a word such as ``pgpassword`` or ``secret1``.
+_SECRET_END = re.compile(r"(?:password|passwd|secret|accesskey|apikeys|sshpass)\d*\Z")
 _SECRET_WORDS = frozenset(
     [
         "key",
@@ -81,6 +83,8 @@ def looks_secret(name: str) -> bool:
         if word == "token" and following in _AFTER_TOKEN:
             continue
         if word in _SECRET_WORDS and not (word == "signature" and following == "version"):
+            return True
+        if _SECRET_END.search(word):
             return True
         if (word, following) in _SECRET_PHRASES:
             return True

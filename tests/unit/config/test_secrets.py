@@ -162,7 +162,24 @@ def test_overrides_without_a_credential_are_accepted(override: str) -> None:
     load_config(None, [override], model="m", output="o")
 
 
-@pytest.mark.parametrize("name", ["key", "AWS_SECRET_ACCESS_KEY", "sasToken", "account-key", "Authorization", "apikey"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "key",
+        "AWS_SECRET_ACCESS_KEY",
+        "sasToken",
+        "account-key",
+        "Authorization",
+        "apikey",
+        "HFToken",
+        "PGPASSWORD",
+        "DBPassword",
+        "secret1",
+        "secretaccesskey",
+        "SSHPASS",
+        "apikeys",
+    ],
+)
 def test_names_of_secrets(name: str) -> None:
     assert looks_secret(name)
 
