@@ -75,7 +75,7 @@ def looks_secret(name: str) -> bool:
     >>> looks_secret("aws_secret_access_key"), looks_secret("HF_TOKEN"), looks_secret("token_ids")
     (True, True, False)
     """
-    if name.lower() in _SECRET_NAMES:
+    if name.lower().strip("-") in _SECRET_NAMES:  # an option of a command has dashes
         return True
     words = [w for w in re.split(r"[^a-z0-9]+", _CAMEL.sub("_", name).lower()) if w]
     for i, word in enumerate(words):

@@ -171,6 +171,8 @@ def test_overrides_without_a_credential_are_accepted(override: str) -> None:
         "account-key",
         "Authorization",
         "apikey",
+        "--pass",
+        "--pw",
         "HFToken",
         "PGPASSWORD",
         "DBPassword",
