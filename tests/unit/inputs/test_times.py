@@ -170,5 +170,4 @@ def test_the_time_of_pandas_that_is_none_is_null(tmp_path: Path) -> None:
     """pandas reads the least number of nanoseconds as NaT, whose text is no date."""
     times = pa.array([-(1 << 63), 0, 1], pa.int64()).view(pa.timestamp("ns"))
     rows = _read(tmp_path / "in.arrow", times)
-    assert [str(row.metadata["extra"])[:10] for row in rows if isinstance(row, Row)] == ["None", "1970-01-01"]
-    assert isinstance(rows[2], RowFate)  # has nanoseconds
+    assert [str(row.metadata["extra"])[:10] for row in rows if isinstance(row, Row)] == ["None", *["1970-01-01"] * 2]
