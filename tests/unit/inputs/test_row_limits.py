@@ -332,7 +332,7 @@ def test_rows_that_are_stored_once_and_named_often_are_an_error(
 
     path = tmp_path / f"a.{ending}"
     write(path, ["a"] * 100_000)
-    with pytest.raises(FormatError, match="at most 16 rows for each stored byte"):
+    with pytest.raises(FormatError, match="at most 2 rows for each stored byte"):
         for _ in read_rows(InputConfig(path=str(path))):
             pass
     write(path, [f"line {i * 7919 % 5003}" for i in range(5000)])
