@@ -115,6 +115,10 @@ class SampleFailed(RunError):
     """The producer stored a failure marker for the key: no sample will follow."""
 
 
+class SampleExpired(RunError):
+    """The key's stored object has expired, or soon will, and cannot be renewed."""
+
+
 class SampleConflict(RunError):
     """The key belongs to another sample: other tokens, layers or model."""
 

@@ -22,7 +22,14 @@ from hsx_dist.errors import FormatError, HsxError, NotFound
 from hsx_dist.format.container import Part
 from hsx_dist.format.identity import is_of_another
 from hsx_dist.format.json_objects import MAX_JSON_BYTES, get_small
-from hsx_dist.format.markers import conflict_name, is_conflict, is_of_a_key, marker_name
+from hsx_dist.format.markers import (
+    STILL_THERE_S,
+    conflict_name,
+    expires_by,
+    is_conflict,
+    is_of_a_key,
+    marker_name,
+)
 from hsx_dist.logger import get_logger
 from hsx_dist.page import object_name
 from hsx_dist.store import Store
@@ -367,15 +374,19 @@ class Markers:
             with self._lock:
                 if entry.act is not None and entry.act.clears:
                     return  # the object may be the later request's
-            hidden = None
+            failed = act.markers.get(failure)
+            kept = None
+            ends = expires_by(part.segments[0].segment.meta, time.time() + STILL_THERE_S)
             for request, key in act.failed.items():
                 other = is_of_another(part, request, self._about)
                 if other:
                     self._store.put(conflict, [self._body(key, used_before(key), conflict=True)])
                     break
                 if other is None:
-                    hidden = act.markers.get(failure)
-            self._replace(failure, None if hidden is None else _hiding(hidden))
+                    kept = failed and _hiding(failed)
+                elif ends:  # the marker must end a reader's wait once the object has expired
+                    kept = kept or failed
+            self._replace(failure, kept)
 
     def _replace(self, marker: str, body: bytes | None) -> bool:
         """Store or remove a failure marker. Returns False if an earlier version left a conflict marker there, which

@@ -7,10 +7,10 @@ to live. An object has at most two markers, with this protocol:
   whether the object exists or not. No server replaces or removes it. An operator may remove it at any time, ``hsx gc``
   only after the object is gone: while the object exists, readers of the other request must not find it.
 - The failure marker (``marker_name``): a request stored nothing. For a *key* it has ``"until_stored": true``, and
-  readers raise only if the object does not exist. Without that member the marker is for a *path*. Objects at a path are
-  replaced, so an existing object belongs to an earlier request, and readers raise. Readers also raise for a marker of
-  an earlier version, which may be a conflict marker under this name. ``hsx gc`` removes these markers only after the
-  object is gone.
+  readers raise only if the object does not exist or has expired. Without that member the marker is for a *path*.
+  Objects at a path are replaced, so an existing object belongs to an earlier request, and readers raise. Readers also
+  raise for a marker of an earlier version, which may be a conflict marker under this name. ``hsx gc`` removes these
+  markers only after the object is gone.
 
 The object of a key is put with put-if-absent. It is replaced only by the same object with a later expiry. So after the
 object is stored, readers of a key depend on two facts: the object and the conflict marker. No process reverts either.
@@ -23,6 +23,8 @@ So the order in which servers put and clear markers does not matter. A conflict 
   - If the object does not name its request, the server puts the failure marker again without ``until_stored``. It hides
     the object until a later request of the key is stored. It also does so for a damaged object, which it reads again
     later.
+  - If the object is the same request's and expires soon, the failure marker stays. It counts once the object has
+    expired, until a later request stores or renews the object.
   - If the object is stored after that read, the key was free: the failed request has no sample, and its marker is older
     than the object.
 
@@ -38,11 +40,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from hsx_dist.format.json_objects import number
+
 OBJECT = ".safetensors"
 LOCK = ".lock"
 #: Name endings of markers. Failures: ``KEY.error.json`` for ``KEY.safetensors``, ``NAME.failed.json`` for other names
 #: that a client chose. Conflicts: ``NAME.conflict.json``.
 MARKERS = (".error.json", ".failed.json", ".conflict.json")
+#: Seconds for which an object must still exist to satisfy a later request of its key: readers need time to fetch it.
+STILL_THERE_S = 60.0
 #: Name endings that no object may have.
 RESERVED = (LOCK, *MARKERS)
 #: Objects of a run at the top of its prefix, and the first folders of its other objects.
@@ -138,6 +144,12 @@ def _is_of_a_run(parts: list[str]) -> bool:
 def is_marker(found: Mapping[str, Any]) -> bool:
     """Whether the JSON object ``found`` has the members of a marker, in this or an earlier version, and no others."""
     return {"key", "error"} <= found.keys() <= {"key", "error", "expires", "conflict", "until_stored"}
+
+
+def expires_by(meta: Mapping[str, Any], moment: float) -> bool:
+    """Whether an object with a segment of this ``meta`` has expired at ``moment`` (seconds since the epoch)."""
+    expires: Any = meta.get("expires")
+    return number(expires) is None and expires <= moment
 
 
 def is_conflict(marker: bytes) -> bool:

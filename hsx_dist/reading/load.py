@@ -20,7 +20,7 @@ from hsx_dist.errors import (
 from hsx_dist.format.container import Part
 from hsx_dist.format.identity import IDENTITY
 from hsx_dist.format.json_objects import read_json
-from hsx_dist.format.markers import OBJECT, conflict_name, marker_name
+from hsx_dist.format.markers import OBJECT, conflict_name, expires_by, marker_name
 from hsx_dist.format.place import RUN
 from hsx_dist.format.segments import SegmentProof
 from hsx_dist.page import Segment
@@ -224,11 +224,11 @@ def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
     where = f"{store.url.rstrip('/')}/{name}"
     # ``format.markers`` defines when a marker counts.
     failure = _marker(store, marker_name(name))
-    if part is None and failure is not None:
-        part = _part(store, name)  # the object may have been stored between the two requests
+    if failure is not None and _is_gone(part):
+        part = _part(store, name)  # the object may have been stored or renewed between the two requests
     conflict = _marker(store, conflict_name(name))
     for marker in (conflict, failure):
-        if marker is not None and (part is None or marker.get("until_stored") is not True):
+        if marker is not None and (marker.get("until_stored") is not True or _is_gone(part)):
             why = bounded(marker.get("error", "no reason recorded"))
             raise SampleFailed(f"{where}: expected a sample, got a failed request: {why}")
     if part is None:
@@ -253,6 +253,11 @@ def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
         )
     segments = [SegmentProof(segment, i, "", 0, 0, part=name) for i, segment in found]
     return Sample(keys[0] or PurePosixPath(name).stem, segments, lambda _: part, store.url)
+
+
+def _is_gone(part: Part | None) -> bool:
+    """Whether there is no object, or it has expired."""
+    return part is None or any(expires_by(info.segment.meta, time.time()) for info in part.segments[:1])
 
 
 def _is_whole(segments: Sequence[Segment]) -> bool:

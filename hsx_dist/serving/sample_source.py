@@ -6,12 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hsx_dist.connector.connector_config import ConnectorConfig
 from hsx_dist.errors import FormatError, HsxError, Unavailable
-from hsx_dist.format.json_objects import number
-from hsx_dist.format.markers import OBJECT
+from hsx_dist.format.markers import OBJECT, expires_by
 from hsx_dist.page import object_name
 from hsx_dist.reading.load import FIRST_PAUSE, LONGEST_PAUSE, WORTH_WAITING, object_sample
 from hsx_dist.serving.refusals import Refusal, refusal_of
@@ -167,9 +166,8 @@ class SampleSource:
             except FormatError:  # also if the object was replaced between two of the requests to the store
                 if last:
                     raise
-        expires: Any = file.meta.get("expires")
-        if number(expires) is None and expires <= time.time():
-            raise _expired(key, float(expires))
+        if expires_by(file.meta, time.time()):
+            raise _expired(key, float(file.meta["expires"]))
         return file
 
     async def _call(self, call: Callable[[], T]) -> T:

@@ -17,11 +17,21 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import AlreadyExists, Denied, FormatError, NotFound, SampleConflict, StoreError, Unavailable
+from hsx_dist.errors import (
+    AlreadyExists,
+    Denied,
+    FormatError,
+    NotFound,
+    SampleConflict,
+    SampleExpired,
+    StoreError,
+    Unavailable,
+)
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, with_expires
 from hsx_dist.format.identity import same_sample
 from hsx_dist.format.json_objects import number
 from hsx_dist.format.manifest import Receipt
+from hsx_dist.format.markers import STILL_THERE_S, expires_by
 from hsx_dist.format.names import part_name
 from hsx_dist.format.receipt_log import ReceiptLog
 from hsx_dist.format.segments import SegmentTable, segment_numbers
@@ -41,8 +51,6 @@ _MOST_TRIES = 10
 #: Attempts if that object does not expire soon. Other samples of its key wait meanwhile, and hold memory.
 _TRIES = 3
 _PAUSE_S = 0.05
-#: An object that could not be renewed satisfies a request if it exists for this long, so that readers can fetch it.
-_STILL_THERE_S = 60.0
 #: Seconds until a store is probed again for conditional puts after a failed probe.
 _PROBE_AGAIN_S = 600.0
 #: Names whose newest put is remembered. More than can be in flight, so that no older put of a forgotten name follows.
@@ -106,6 +114,7 @@ class PartCommitter:
         Raises:
             Fenced: a newer attempt has taken over.
             SampleConflict: the part is one sample, and its key belongs to another sample.
+            SampleExpired: the key's object has the same sample, but has expired and cannot be renewed.
             StoreError: the store's error.
         """
         name = self.name(segments[0], number)
@@ -142,6 +151,7 @@ class PartCommitter:
 
         Raises:
             SampleConflict: the key belongs to another sample.
+            SampleExpired: the existing object has expired and cannot be renewed.
             Unavailable: the existing object expires, and another process prevents its renewal.
         """
         for tried in range(1, _MOST_TRIES + 1):
@@ -166,11 +176,13 @@ class PartCommitter:
 
         Returns False if another process replaced or locked the object, or if it came back damaged. The object keeps its
         expiry time if the store has no conditional puts: an unconditional put could replace another client's object. At
-        the ``last`` attempts it also keeps an expiry time in the future: every user who may read a file can lock it.
+        the ``last`` attempts it also keeps its expiry time: every user who may read a file can lock it. An object that
+        is not renewed satisfies the request only if it exists for another ``STILL_THERE_S``.
 
         Raises:
             NotFound: the object was deleted.
             SampleConflict: it is another sample, or cannot be read.
+            SampleExpired: it has expired, and the store does not let this process renew it.
         """
         version = version_of(self._store, name)
         try:
@@ -189,21 +201,27 @@ class PartCommitter:
         before, ours = (meta.get("expires") for meta in (part.segments[0].segment.meta, segments[0].segment.meta))
         if before is None or number(before) is not None or (ours is not None and ours <= before):
             return True
-        if not self._can_renew() or version is None:
-            return True
-        assert isinstance(self._store, Conditional)
-        try:
-            with self._renewing:
-                renewed = with_expires(self._store.get(name, part.size + 1), part, ours)
-                if renewed is not None and self._store.put_version(name, renewed, version):
-                    return True
-        except Denied as e:
-            log.warning("object is not renewed: name=%s: %s", printable(name), e)
-            return True
-        if last and before > time.time() + _STILL_THERE_S:
+        cannot = True
+        if self._can_renew() and version is not None:
+            assert isinstance(self._store, Conditional)
+            try:
+                with self._renewing:
+                    renewed = with_expires(self._store.get(name, part.size + 1), part, ours)
+                    if renewed is not None and self._store.put_version(name, renewed, version):
+                        return True
+                cannot = False
+            except Denied as e:
+                log.warning("object is not renewed: name=%s: %s", printable(name), e)
+        if expires_by(part.segments[0].segment.meta, time.time() + STILL_THERE_S):
+            if cannot:
+                raise SampleExpired(
+                    f"{self._store.url}/{name}: expected an object that can be renewed before it expires, got an "
+                    "expired object that cannot be renewed. Delete it, or use another key"
+                )
+            return False
+        if last and not cannot:
             log.warning("object is not renewed: name=%s: it is damaged, locked, or replaced again", printable(name))
-            return True
-        return False
+        return cannot or last
 
     def _can_renew(self) -> bool:
         """Whether the store has conditional puts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hsx_dist.errors import SampleExpired
 from hsx_dist.format.manifest import Receipt
 from hsx_dist.observe.metrics import Series
 from hsx_dist.page import Segment
@@ -55,6 +56,8 @@ def reason_not_stored(error: Exception, *, for_clients: bool) -> str:
 
     The text of an error can name the store's addresses and the object's place. Clients get only the class.
     """
+    if for_clients and isinstance(error, SampleExpired):
+        return "the key's object has expired and cannot be renewed. Delete it, or use another key"
     kind = type(error).__name__
     if for_clients:
         return f"{kind}: the sample could not be stored. The server's log has the error"

@@ -495,7 +495,7 @@ def test_without_conditional_puts_an_object_keeps_its_end_which_is_logged_once(s
     class Unconditional(WrappedStore):
         put_version = None
 
-    for seconds, of in ((60, store), (3600, Unconditional(store))):
+    for seconds, of in ((300, store), (3600, Unconditional(store))):
         server = SmallServer(tmp_path, of, markers=store, ttl_seconds=seconds)
         for _ in range(2):
             server.ask(PROMPT, key="k")
