@@ -63,7 +63,7 @@ def has_credentials(text: str) -> bool:
     - ``file``, ``local``, ``memory``: a path; no rule.
     - ``zip``, ``tar``, ``jar``, …: a member of an archive; no rule.
     - ``s3``, ``gs``, ``gcs``, …: a bucket; no ``@``, and no ``:`` except in the ARN of an access point.
-    - ``abfs``, ``hf``, ``sftp``, …: ``NAME@HOST[:PORT]``; a name without ``:`` and known tokens is none.
+    - ``abfs``, ``hf``, ``sftp``, …: ``NAME@HOST[:PORT]``; a name without ``:`` is no credential, except a known token.
     - every other scheme: ``HOST[:PORT]``; no ``@``, and no other ``:``.
 
     Without an authority (``sftp:///…``), no ``@`` may follow, except where there is no rule.
@@ -72,7 +72,7 @@ def has_credentials(text: str) -> bool:
     the bucket would be ``KEY:SEC``. An ``@`` behind a valid authority belongs to a path (``s3://bucket/a@b``). A query
     or a fragment with a parameter such as ``X-Amz-Signature``, ``sig`` or ``token`` is a credential. A local path or a
     hub id has no ``://`` and holds none. A text that begins as a URL is judged as any library reads it (``check_url``).
-    A text, or a link of a chain, that ``is_address`` holds a credential.
+    An address with a user and a password (``is_address``) is a credential, also as a link of a chain.
     """
     text = _as_read(text)
     return any(map(breaks_the_rule, links_of(text))) or is_signed_url(text) or any(map(is_address, _chained(text)))
@@ -155,8 +155,8 @@ def check_no_credentials(url: str) -> None:
 
 
 def check_place_of_credentials(url: str) -> None:
-    """Raise ConfigError if a URL has credentials where no library reads them: in a bucket's name, as a port, or in a
-    link without a scheme.
+    """Raise ConfigError if a URL has credentials where no library reads them: in a bucket's name, as a port, or in an
+    address without a scheme.
 
     Also raises as ``check_url`` does.
     """
@@ -171,8 +171,8 @@ def check_place_of_credentials(url: str) -> None:
 def public_url(url: str) -> str:
     """Return ``url`` without credentials and without its query, for messages, logs and stored objects.
 
-    If a link has credentials (see ``has_credentials``), only the text after its last ``@`` is returned. Of a link
-    that ``is_address`` nothing is returned. Any other text without ``://`` is returned unchanged.
+    If a link has credentials (see ``has_credentials``), only the text after its last ``@`` is returned. An address
+    with a user and a password becomes ``HIDDEN``. Any other text without ``://`` is returned unchanged.
     """
     url = _without_addresses(_as_read(url))
     if "://" not in url:
