@@ -20,12 +20,11 @@ from typing import Any
 from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.errors import FormatError, HsxError, NotFound
 from hsx_dist.format.container import Part
+from hsx_dist.format.expires import STILL_THERE_S, expires_by
 from hsx_dist.format.identity import is_of_another
 from hsx_dist.format.json_objects import MAX_JSON_BYTES, get_small
 from hsx_dist.format.markers import (
-    STILL_THERE_S,
     conflict_name,
-    expires_by,
     is_conflict,
     is_of_a_key,
     marker_name,

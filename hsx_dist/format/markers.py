@@ -40,15 +40,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from hsx_dist.format.json_objects import number
-
 OBJECT = ".safetensors"
 LOCK = ".lock"
 #: Name endings of markers. Failures: ``KEY.error.json`` for ``KEY.safetensors``, ``NAME.failed.json`` for other names
 #: that a client chose. Conflicts: ``NAME.conflict.json``.
 MARKERS = (".error.json", ".failed.json", ".conflict.json")
-#: Seconds for which an object must still exist to satisfy a later request of its key: readers need time to fetch it.
-STILL_THERE_S = 60.0
 #: Name endings that no object may have.
 RESERVED = (LOCK, *MARKERS)
 #: Objects of a run at the top of its prefix, and the first folders of its other objects.
@@ -144,12 +140,6 @@ def _is_of_a_run(parts: list[str]) -> bool:
 def is_marker(found: Mapping[str, Any]) -> bool:
     """Whether the JSON object ``found`` has the members of a marker, in this or an earlier version, and no others."""
     return {"key", "error"} <= found.keys() <= {"key", "error", "expires", "conflict", "until_stored"}
-
-
-def expires_by(meta: Mapping[str, Any], moment: float) -> bool:
-    """Whether an object with a segment of this ``meta`` has expired at ``moment`` (seconds since the epoch)."""
-    expires: Any = meta.get("expires")
-    return number(expires) is None and expires <= moment
 
 
 def is_conflict(marker: bytes) -> bool:

@@ -18,9 +18,10 @@ from hsx_dist.errors import (
     SampleNotFound,
 )
 from hsx_dist.format.container import Part
+from hsx_dist.format.expires import expires_by
 from hsx_dist.format.identity import IDENTITY
 from hsx_dist.format.json_objects import read_json
-from hsx_dist.format.markers import OBJECT, conflict_name, expires_by, marker_name
+from hsx_dist.format.markers import OBJECT, conflict_name, marker_name
 from hsx_dist.format.place import RUN
 from hsx_dist.format.segments import SegmentProof
 from hsx_dist.page import Segment

@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from hsx_dist.connector.connector_config import ConnectorConfig
 from hsx_dist.errors import FormatError, HsxError, Unavailable
-from hsx_dist.format.markers import OBJECT, expires_by
+from hsx_dist.format.expires import expires_by
+from hsx_dist.format.markers import OBJECT
 from hsx_dist.page import object_name
 from hsx_dist.reading.load import FIRST_PAUSE, LONGEST_PAUSE, WORTH_WAITING, object_sample
 from hsx_dist.serving.refusals import Refusal, refusal_of

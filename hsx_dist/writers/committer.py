@@ -28,10 +28,10 @@ from hsx_dist.errors import (
     Unavailable,
 )
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, with_expires
+from hsx_dist.format.expires import STILL_THERE_S, expires_by
 from hsx_dist.format.identity import same_sample
 from hsx_dist.format.json_objects import number
 from hsx_dist.format.manifest import Receipt
-from hsx_dist.format.markers import STILL_THERE_S, expires_by
 from hsx_dist.format.names import part_name
 from hsx_dist.format.receipt_log import ReceiptLog
 from hsx_dist.format.segments import SegmentTable, segment_numbers
