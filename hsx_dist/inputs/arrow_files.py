@@ -123,9 +123,8 @@ def _is_supported(kind: Any) -> bool:
     if types.is_timestamp(kind):
         return kind.tz is None or len(kind.tz) <= _LONGEST_ZONE
     if types.is_dictionary(kind):
-        if not _is_supported(kind.value_type):
-            return False
-        return not (types.is_nested(kind.value_type) or types.is_dictionary(kind.value_type))
+        flat = not (types.is_nested(kind.value_type) or types.is_dictionary(kind.value_type))
+        return flat and _is_supported(kind.value_type)
     views = types.is_list_view(kind) or types.is_large_list_view(kind)
     return not (views or types.is_union(kind) or types.is_run_end_encoded(kind))
 
@@ -134,9 +133,9 @@ def _fields(kind: Any) -> list[Any]:
     """Return the fields in an Arrow type, without those in their types."""
     import pyarrow as pa
 
-    return (
-        [kind.key_field, kind.item_field] if pa.types.is_map(kind) else [kind.field(i) for i in range(kind.num_fields)]
-    )
+    if pa.types.is_map(kind):
+        return [kind.key_field, kind.item_field]
+    return [kind.field(i) for i in range(kind.num_fields)]
 
 
 def refuse_parquet_json(leaves: Iterable[Any]) -> None:
