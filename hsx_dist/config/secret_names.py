@@ -56,7 +56,16 @@ _SECRET_WORDS = frozenset(
     ]
 )
 _SECRET_PHRASES = frozenset(
-    [*((first, last) for first in ("connection", "conn") for last in ("string", "str")), ("pass", "phrase")]
+    [
+        *((first, last) for first in ("connection", "conn") for last in ("string", "str")),
+        # Alone, "tokens" and "keys" are the model's words.
+        *(
+            (first, last)
+            for first in ("access", "account", "api", "auth", "hf", "private", "refresh", "secret", "session", "shared")
+            for last in ("tokens", "keys")
+        ),
+        ("pass", "phrase"),
+    ]
 )
 #: Names that are secret only as a whole: vLLM has a ``pass_config``.
 _SECRET_NAMES = frozenset({"pass", "pw", "pat"})

@@ -182,7 +182,7 @@ def _members(value: Mapping[Any, Any], within: bool) -> Iterator[tuple[str, Any,
 
 def _as_member(item: Any) -> Any:
     """Return an item of a list as a mapping if it is a secret's name and its value, as in a list of headers."""
-    is_pair = isinstance(item, (list, tuple)) and len(item) == 2 and all(isinstance(text, str) for text in item)
+    is_pair = isinstance(item, (list, tuple)) and len(item) == 2 and isinstance(item[0], str)
     return {item[0]: item[1]} if is_pair and looks_secret(item[0]) else item
 
 

@@ -82,6 +82,8 @@ ADDRESSES = [
         f"chat_template_kwargs.x=['{ADDRESSES[0]} ']",
         f"engine_kwargs.x={{'{ADDRESSES[0]}': 1}}",
         f"store.storage_options.headers=[[Accept, json], [Authorization, {SECRET}]]",
+        f"store.storage_options.headers=[[Accept, json], [Authorization, [{SECRET}]]]",
+        f"engine_kwargs.x={{api_tokens: [{SECRET}]}}",
         f"store.storage_options.pass_phrase={SECRET}",
         f"store.storage_options.conn_string={SECRET}",
         f"store.storage_options.creds={{a: {SECRET}}}",
@@ -180,6 +182,8 @@ def test_overrides_without_a_credential_are_accepted(override: str) -> None:
         "secretaccesskey",
         "SSHPASS",
         "apikeys",
+        "accessTokens",
+        "aws_secret_keys",
     ],
 )
 def test_names_of_secrets(name: str) -> None:
@@ -187,7 +191,8 @@ def test_names_of_secrets(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["keyboard", "token_ids", "max_tokens", "tokenizer", "monkey", "region", "token_type_ids"]
+    "name",
+    ["keyboard", "token_ids", "max_tokens", "tokenizer", "monkey", "region", "token_type_ids", "tokens", "num_tokens"],
 )
 def test_names_of_other_settings_are_not_secret(name: str) -> None:
     assert not looks_secret(name)
