@@ -236,7 +236,7 @@ def _zipped(folder: Path, *, folders: bool) -> str:
 @pytest.mark.parametrize("folders", [True, False])
 @pytest.mark.usefixtures("in_process")
 def test_a_zip_file_is_listed_as_its_folder(tmp_path: Path, folders: bool) -> None:
-    for name in ("b", "a/x", "a/c/y", "a-d/z", "a/_tmp/n"):
+    for name in ("b", "c:d@e", "c:d@f", "a/x", "a/c/y", "a-d/z", "a/_tmp/n"):
         lines(tmp_path / "in" / f"{name}.jsonl", name)
     (tmp_path / "in" / "empty").mkdir()
     saved(tmp_path / "sets" / "one", table("a"))
