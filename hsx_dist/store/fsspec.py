@@ -32,9 +32,9 @@ from hsx_dist.store.base import (
     require_at_most,
     stated_size,
 )
-from hsx_dist.store.encoded import without_decoding
 from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
 from hsx_dist.store.pages import Pages, in_order, name_below, put_in_order
+from hsx_dist.store.web_answers import bounding_answers
 
 T = TypeVar("T")
 
@@ -235,7 +235,7 @@ class FsspecStore:
                 f"{self._scheme!r}. Correct the url"
             ) from e
         try:
-            fs = cls(**{**without_decoding(self._full_url, self._options), **self._defaults()})
+            fs = cls(**{**bounding_answers(self._full_url, self._options), **self._defaults()})
             root = str(cls._strip_protocol(self._full_url)).rstrip("/")
         except TypeError as e:
             why = redact_text(self._redact(str(e)))

@@ -20,8 +20,9 @@ from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs import allowance
 from hsx_dist.inputs.rows import read_rows
-from hsx_dist.store.encoded import without_decoding
+from hsx_dist.store.bounded_response import BoundedResponse
 from hsx_dist.store.opening import open_store
+from hsx_dist.store.web_answers import bounding_answers
 
 PLAIN = b'{"text": "a"}\n' * 1000
 GZIP = gzip.compress(PLAIN)
@@ -93,7 +94,7 @@ def test_an_input_does_not_decode(server: _Server, chain: str) -> None:
     server.objects["x.jsonl"] = GZIP, "gzip"
     server.objects["x.jsonl.gz"] = GZIP, "gzip"
     path = f"{chain}{server.url}/x.jsonl"
-    with fsspec.open(path, **without_decoding(path, {})) as file:
+    with fsspec.open(path, **bounding_answers(path, {})) as file:
         assert file.read() == GZIP
     if chain:
         return
@@ -113,13 +114,14 @@ def test_a_chain_does_not_decode(server: _Server) -> None:
 
 def test_the_users_options_are_kept() -> None:
     given = {"http": {"a": 1}, "b": 2, "client_kwargs": {"trust_env": True, "headers": {"Cookie": "c"}}}
-    session = {"auto_decompress": False, "headers": {"Accept-Encoding": "identity"}}
-    merged = {"trust_env": True, "auto_decompress": False, "headers": {"Accept-Encoding": "identity", "Cookie": "c"}}
-    assert without_decoding("http://h/x", given) == {"a": 1, "b": 2, "client_kwargs": merged}
-    assert without_decoding("zip://x::gs://b/y", {"gs": {"token": "t"}}) == {
+    own = {"auto_decompress": False, "response_class": BoundedResponse}
+    session = {**own, "headers": {"Accept-Encoding": "identity"}}
+    merged = {**own, "trust_env": True, "headers": {"Accept-Encoding": "identity", "Cookie": "c"}}
+    assert bounding_answers("http://h/x", given) == {"a": 1, "b": 2, "client_kwargs": merged}
+    assert bounding_answers("zip://x::gs://b/y", {"gs": {"token": "t"}}) == {
         "gs": {"token": "t", "session_kwargs": session}
     }
-    assert without_decoding("s3://b/x", given) == given
+    assert bounding_answers("s3://b/x", given) == given
 
 
 @pytest.mark.usefixtures("in_process")

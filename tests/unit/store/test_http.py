@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from hsx_dist import open_run
-from hsx_dist.errors import StoreError
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import HsxError, StoreError
 from hsx_dist.format.container import Part
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.format.receipt_log import LogReader, ReceiptLog
+from hsx_dist.inputs.rows import read_rows
 from hsx_dist.store import open_store
 from hsx_dist.store.base import Store, cut
 from hsx_dist.store.http_store import _further_page, _names_in
@@ -89,6 +91,22 @@ class WithoutSize(Whole):
             super().send_header(keyword, value)
 
 
+class Large(Whole):
+    """A server that answers each request for a range with 256 MiB."""
+
+    sent = 0
+
+    def do_GET(self) -> None:
+        self.send_response(206 if "Range" in self.headers else 200)
+        self.end_headers()
+        for _ in range(256):
+            try:
+                self.wfile.write(bytes(1 << 20))
+            except ConnectionError:
+                return
+            type(self).sent += 1
+
+
 @contextmanager
 def served(folder: Path, handler: type[Whole]) -> Iterator[Store]:
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as server:
@@ -133,6 +151,20 @@ def test_a_server_that_ignores_ranges_is_named_and_no_object_is_called_damaged(f
         ):
             with pytest.raises(StoreError, match=r"below/part: expected at most .* the server ignores range requests"):
                 read()
+
+
+def test_the_rest_of_an_answer_that_is_too_long_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(folder, Large) as store:
+        for read in (
+            lambda: store.get("below/part", 99),
+            lambda: store.get_ranges("below/part", [(10, 20)]),
+            lambda: store.get_ranges("below/part", [(0, 8), (50 << 20, (50 << 20) + 8)]),
+            lambda: list(read_rows(InputConfig(path=f"{store.url}/below/rows.parquet"))),
+        ):
+            monkeypatch.setattr(Large, "sent", 0)
+            with pytest.raises(HsxError):
+                read()
+            assert Large.sent < 64
 
 
 def test_a_range_of_several_requests_that_is_too_long_is_an_error_of_the_store() -> None:

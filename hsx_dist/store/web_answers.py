@@ -1,0 +1,45 @@
+"""Options of fsspec's file systems over aiohttp, with which an answer takes no more memory than was asked for.
+
+- A ``Content-Encoding`` is not decoded. aiohttp decodes it without a limit: 48 KB can take GiB of memory. Every writer
+  of a GCS bucket can set it for an object. s3fs and obstore decode nothing.
+- The answer to a range request ends with an error at the first byte too many (``BoundedResponse``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: Scheme → the option that holds the arguments of aiohttp's session.
+_SESSION = {
+    "http": "client_kwargs",
+    "https": "client_kwargs",
+    "gs": "session_kwargs",
+    "gcs": "session_kwargs",
+}
+
+
+def bounding_answers(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of fsspec for ``url`` with which each link gives its bytes as sent, and no more than asked.
+
+    The request asks for an answer without an encoding, so that a server does not compress plain rows on the way.
+    """
+    result = dict(options)
+    first, *others = [link.partition("://")[0] for link in url.split("::")]
+    for scheme in _SESSION.keys() & others:
+        result[scheme] = _bounding(scheme, result.get(scheme) or {})
+    if first in _SESSION:  # fsspec also takes the options of the first link from a mapping of its name
+        result = _bounding(first, {**(result.pop(first, None) or {}), **result})
+    return result
+
+
+def _bounding(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    from hsx_dist.store.bounded_response import BoundedResponse  # aiohttp is part of an extra
+
+    session = options.get(_SESSION[scheme]) or {}
+    own = {
+        "headers": {"Accept-Encoding": "identity", **(session.get("headers") or {})},
+        "auto_decompress": False,
+        "response_class": BoundedResponse,
+    }
+    return {**options, _SESSION[scheme]: {**session, **own}}
