@@ -122,6 +122,11 @@ class Part:
         return cls(store, name, bytes(body), size, bytes(data[length:]))
 
     @property
+    def front_bytes(self) -> int:
+        """Bytes of the data that were fetched with the header, and are kept."""
+        return self._front.nbytes
+
+    @property
     def codec(self) -> Codec:
         return self.description.codec
 

@@ -9,10 +9,11 @@ from concurrent.futures import Future
 
 from hsx_dist.format.container import Part
 
-#: Headers kept. Neighbouring samples of a run are stored in the same few parts.
-_HEADERS = 64
-#: Limit of the memory of the kept headers and token ids, for headers of many samples. One header is always kept.
-_KEPT_BYTES = 512 << 20
+#: Limit of the memory of the kept headers and token ids. One part is always kept. Their number has no limit: in a run
+#: of many writers, neighbouring samples are stored in as many parts, and a header may be larger than a sample.
+_KEPT_BYTES = 256 << 20
+#: Memory of a part besides.
+_PART = 16 << 10
 #: Memory of a parsed header for each of its bytes. Measured for headers of many samples with one layer: 7.4.
 _PARSED = 8
 #: Up to this many bytes of token ids are fetched and kept with the header, in the same request. Reading a sample then
@@ -26,6 +27,7 @@ class KeptParts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Part] = OrderedDict()
+        self._nbytes = 0
         self._opening: dict[str, Future[Part]] = {}
 
     def get(self, name: str, open_part: Callable[[str], Part]) -> Part:
@@ -50,9 +52,12 @@ class KeptParts:
                 del self._opening[name]
                 if mine.exception() is None:
                     self._kept[name] = mine.result()
-                    while len(self._kept) > 1 and (len(self._kept) > _HEADERS or self._nbytes() > _KEPT_BYTES):
-                        self._kept.popitem(last=False)
+                    self._nbytes += nbytes_of(mine.result())
+                    while len(self._kept) > 1 and self._nbytes > _KEPT_BYTES:
+                        self._nbytes -= nbytes_of(self._kept.popitem(last=False)[1])
         return mine.result()
 
-    def _nbytes(self) -> int:
-        return sum(_PARSED * part.header_bytes + MOST_IDS for part in self._kept.values())
+
+def nbytes_of(part: Part) -> int:
+    """Return the memory of a part's header and token ids."""
+    return _PARSED * part.header_bytes + part.front_bytes + _PART

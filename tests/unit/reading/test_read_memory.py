@@ -124,7 +124,7 @@ def test_kept_headers_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
         opened.append(name)
         return Part.open(store, name)
 
-    one = Part.open(store, names[0]).header_bytes * kept_parts._PARSED + kept_parts.MOST_IDS
+    one = kept_parts.nbytes_of(Part.open(store, names[0]))
     for most, again in ((4 * one + one // 2, 0), (2 * one + one // 2, 2), (one // 2, 3)):
         monkeypatch.setattr(kept_parts, "_KEPT_BYTES", most)
         kept = KeptParts()
@@ -134,6 +134,16 @@ def test_kept_headers_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
         for name in reversed(names):
             kept.get(name, open_part)
         assert len(opened) == again
+
+
+def test_rows_that_alternate_among_many_parts_open_each_part_once() -> None:
+    """In the order of the rows, the samples of many writers are in their parts in turn."""
+    store, opened = MemoryStore(), list[str]()
+    store_run(store, [random_sample(f"s{i}", 9) for i in range(100)], per_part=1, codec=SplitCodec())
+    kept, names = KeptParts(), sorted(name for name in store.objects if name.endswith(".safetensors"))
+    for name in 2 * names:
+        kept.get(name, lambda name: opened.append(name) or Part.open(store, name))
+    assert opened == names
 
 
 def test_a_kept_header_is_counted_with_its_memory() -> None:
