@@ -51,8 +51,8 @@ def json_errors() -> Iterator[None]:
         raise FormatError(f"expected JSON, got an error from the parser: {e}") from e
 
 
-def json_decoder(*, floats: bool, constants: bool = False) -> json.JSONDecoder:
-    """A decoder with the rules of ``parse_json``. Use it within ``json_errors``."""
+def json_decoder(*, floats: bool, constants: bool = False, objects: bool = True) -> json.JSONDecoder:
+    """A decoder with the rules of ``parse_json``. Use it within ``json_errors``. ``objects=False`` refuses objects."""
 
     def refuse(token: str) -> Any:
         raise FormatError(f"expected JSON with whole numbers, got {token[:40]}")
@@ -64,6 +64,8 @@ def json_decoder(*, floats: bool, constants: bool = False) -> json.JSONDecoder:
         return value
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if not objects:
+            raise FormatError("expected JSON without objects, got an object")
         d = dict(pairs)
         if len(d) != len(pairs):
             raise FormatError(f"expected JSON without duplicate names, got {len(d)} names for {len(pairs)} members")

@@ -16,7 +16,8 @@ import numpy as np
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.format.json_objects import check_containers, parse_json, shown
+from hsx_dist.format.json_objects import check_containers, json_decoder, json_errors, shown
+from hsx_dist.format.known_members import end_of, parse_members
 from hsx_dist.format.names import LARGEST_NUMBER, MAX_KEY, MAX_LABEL, WRITER, parse_part_name
 from hsx_dist.format.segment_info import MAX_COLUMNS, MAX_TOKENS
 from hsx_dist.format.segments import SegmentProof, SegmentTable
@@ -44,6 +45,12 @@ MAX_ROW_KEY = MAX_LABEL + 32
 _PART = re.compile(r"[!-~]{1,1024}")
 #: A row of a receipt, which is a list, takes at least 25 bytes. A receipt has few other lists, objects and members.
 _FEW, _BYTES_OF_A_ROW = 64, 16
+#: Members that are decoded. Other members, and objects in these, would take up to 30 times the memory of their text.
+_KNOWN = dict.fromkeys(
+    ["format", "attempt", "writer", "seq", "part", "size", "crc32c", "header_bytes", "raw_bytes", "segment_columns",
+     "segments", "contents", "row_columns", "rows", "created", "void"],
+    json_decoder(floats=True, objects=False).raw_decode,
+)  # fmt: skip
 _Json = dict[str, Any]
 
 Fate = Literal["refused", "failed", "poison", "withdrawn"]
@@ -174,15 +181,20 @@ def _open(data: bytes, where: str) -> _Json:
             f"{where}: expected crc32c {stored.decode('ascii', 'replace')}, got {found}: the receipt changed after it "
             "was written. Restore it. Without it, the samples of its part count as missing"
         )
-    check_containers(text, _FEW + len(text) // _BYTES_OF_A_ROW, where)
+    most = _FEW + len(text) // _BYTES_OF_A_ROW
+    check_containers(text, most, where)
     try:
-        body = parse_json(text, floats=True)
+        with json_errors():
+            body = parse_members(text.decode(), _KNOWN, lambda value, at: end_of(value, at, most, "the receipt"))
     except FormatError as e:
-        raise FormatError(f"{where}: {e}. The receipt is damaged. Restore it") from e
-    if not isinstance(body, dict) or body.get("format") not in (_FORMAT, _FORMAT_OF_COLUMNS):
-        got = body.get("format") if isinstance(body, dict) else body
+        raise FormatError(
+            f"{where}: {e}. The receipt is damaged, or of a later version. Restore it, or update hsx_dist"
+        ) from e
+    if body.get("format") not in (_FORMAT, _FORMAT_OF_COLUMNS):
         expected = f"{_FORMAT!r} or {_FORMAT_OF_COLUMNS!r}"
-        raise FormatError(f"{where}: expected format {expected}, got {shown(got)}. Update hsx_dist to read it")
+        raise FormatError(
+            f"{where}: expected format {expected}, got {shown(body.get('format'))}. Update hsx_dist to read it"
+        )
     return body
 
 

@@ -19,9 +19,10 @@ from hsx_dist.format import description_text
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.codecs import SplitCodec
 from hsx_dist.format.container import Part, SegmentEncoder, build_part
-from hsx_dist.format.description_text import MOST_CONTAINERS, MOST_MEMBERS, parse_description
+from hsx_dist.format.description_text import MOST_CONTAINERS, parse_description
 from hsx_dist.format.header import parse_header
 from hsx_dist.format.json_objects import check_containers
+from hsx_dist.format.known_members import MOST_MEMBERS
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 
