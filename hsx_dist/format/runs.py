@@ -298,16 +298,14 @@ def all_receipts(store: Store, sealed: Iterable[Log] = ()) -> Iterator[Receipt]:
     logs.require_ended(store, sealed)
 
 
-def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
-    """Compare the single receipts of a complete run with its compacted manifest. Yields (name, error) for wrong ones.
+def check_receipts(store: Store, compacted: Iterable[Receipt]) -> Iterator[tuple[str, str]]:
+    """Compare the single receipts of a complete run with ``compacted``, those of its compacted manifest. Yields (name,
+    error) for wrong ones.
 
     Readers do not need the single receipts, unless an operator removes a damaged compacted manifest.
     """
-    complete = read_complete(store)
-    if complete is None:
-        return  # ``load_manifest`` has read them
     found = {info.name: info.size for info in store.list("manifest/") if parse_receipt_name(info.name) is not None}
-    for receipt in read_compacted(store, complete):  # one at a time: all would take the manifest's memory again
+    for receipt in compacted:
         name = receipt_name(*receipt.id)
         if name not in found:
             yield name, "expected a receipt, as in the compacted manifest, got no object"

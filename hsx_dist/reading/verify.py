@@ -86,7 +86,7 @@ def verify_run(
         except (NotFound, FormatError) as e:
             add_problem(report, "", str(e))
         else:
-            _check_run(place, manifest, wrong, report, known, on_part, workers, sample, seed)
+            _check_run(place, complete, manifest, wrong, report, known, on_part, workers, sample, seed)
     return report
 
 
@@ -112,6 +112,7 @@ def _read(store: Store, complete: Mapping[str, Any] | None) -> tuple[Manifest, l
 
 def _check_run(
     place: Place,
+    complete: Mapping[str, Any] | None,
     manifest: Manifest,
     wrong: Sequence[str],
     report: VerifyReport,
@@ -143,21 +144,19 @@ def _check_run(
         if on_part is not None:
             on_part(name, tally.problems)
     report.samples = len(manifest.samples)
-    for name, message in _problems_of_run(place, manifest, wrong, set(names) - damaged):
+    for name, message in _problems_of_run(place, complete, manifest, wrong, set(names) - damaged):
         add_problem(report, name, message)
     report.unlisted += max(manifest.num_conflicts - MOST_CONFLICTS, 0)
 
 
 def _problems_of_run(
-    place: Place, manifest: Manifest, wrong: Sequence[str], sound: set[str]
+    place: Place, complete: Mapping[str, Any] | None, manifest: Manifest, wrong: Sequence[str], sound: set[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield name and error of problems that no check of a single part finds. ``sound``: parts without a problem."""
     store = place.store
     yield from _check_samples(store, manifest, sound)
-    try:
-        yield from check_receipts(store)
-    except FormatError as e:
-        yield "", str(e)
+    if complete is not None:
+        yield from check_receipts(store, (r for r in manifest.receipts if r.attempt <= complete["attempt"]))
     yield from (("", message) for message in (*manifest.conflicts[:MOST_CONFLICTS], *wrong))
     yield from damaged_statistics(store)
     if not manifest.receipts:

@@ -270,6 +270,21 @@ def test_receipts_of_a_complete_run_are_in_memory_once() -> None:
     assert peak < 1.6 * once
 
 
+def test_verify_fetches_and_parses_the_compacted_manifest_once() -> None:
+    fetched = []
+
+    class Named(MemoryStore):
+        def get(self, name: str, most: int | None = None) -> bytes:
+            fetched.append(name)
+            return super().get(name, most)
+
+    store = Named()
+    store_run(store, [sample()])
+    fetched.clear()
+    assert verify_run(store).problems == []
+    assert sum("compacted" in name for name in fetched) == 1
+
+
 def test_few_requests_read_a_part_whose_states_are_stored_in_another_order_than_its_segments() -> None:
     narrow = sample()
     wide = replace(random_sample("b", 200, dtype="float32", hidden_size=1, odd=False), chunk_tokens=1)
