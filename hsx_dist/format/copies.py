@@ -48,7 +48,7 @@ class Copies:
         return self._attempts[max(self._whole)].sample() if self._whole else []
 
     def disputed(self) -> set[bytes]:
-        """The attempts that stored the key with different tokens, except those older than the attempt of ``sample``.
+        """The attempts that contradict themselves, except those older than the attempt of ``sample``.
 
         Each as its ``attempt_name``."""
         if not self._whole:
@@ -78,13 +78,21 @@ class _Attempt:
         self._reached: dict[Pair, set[bytes]] = {}
         #: By identity: the pairs of the columns whose segments cover all tokens.
         self._covered: dict[Identity, Set[Pair]] = {}
+        #: The hashes of all ids in the identities.
+        self._hashes: set[bytes] = set()
         #: Whether two segments of the same place differ in their tokens.
         self._mixed = False
         self.whole: set[Identity] = set()
 
     @property
     def disputed(self) -> bool:
-        return self._mixed or len(self._covered) > 1
+        """Whether segments contradict each other.
+
+        Several known hashes do not: the row was computed again, and got other generated tokens. Each computation has
+        an identity. Identities of one hash, or of an unknown hash and another one, do.
+        """
+        several = len(self._covered) > 1
+        return self._mixed or (several and (b"" in self._hashes or len(self._hashes) < len(self._covered)))
 
     def add(self, place: int, identity: Identity, column: int, index: int, start: int) -> None:
         pair = _pair(identity, column)
@@ -108,7 +116,7 @@ class _Attempt:
         first, (end, tokens) = chosen[state], self._end_of(place)
         cuts = self._cuts.get(pair, {}).get(state) or {_cut(self._end_of(first)[0]): first}
         known = cuts.get(_cut(end))
-        differ = self._end_of(known)[1] != tokens if known is not None else not _has_hash(_identity(pair))
+        differ = self._end_of(known)[1] != tokens if known is not None else not _hash(_identity(pair))
         if differ and not self._mixed:
             self._mixed = True
             for other in self._ends:
@@ -151,6 +159,8 @@ class _Attempt:
         """Note whether a column covers all tokens, and with it whether the sample is whole."""
         identity = _identity(pair)
         known = self._covered.get(identity)
+        if known is None:
+            self._hashes.add(_hash(identity))
         covered = known if isinstance(known, set) else set()
         (covered.add if self._is_covered(pair) else covered.discard)(pair)
         self._covered[identity] = covered or _NONE
@@ -215,9 +225,9 @@ def _columns(identity: Identity) -> int:
     return int.from_bytes(identity[_TOTAL : _TOTAL + _COLUMN])
 
 
-def _has_hash(identity: Identity) -> bool:
-    """Whether the hash of all ids is known."""
-    return len(identity) > _TOTAL + _COLUMN
+def _hash(identity: Identity) -> bytes:
+    """The hash of all ids. Empty: unknown."""
+    return identity[_TOTAL + _COLUMN :]
 
 
 def _pair(identity: Identity, column: int) -> Pair:

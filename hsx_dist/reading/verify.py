@@ -104,6 +104,7 @@ def _read(store: Store, complete: Mapping[str, Any] | None) -> tuple[Manifest, l
     if complete is None:
         return manifest, []
     here = here or count(manifest)
+    here.pop("conflicts", None)  # earlier versions counted rows that were computed again with other generated tokens
     told = {name: value for name, value in complete["counts"].items() if here.get(name, value) != value}
     return manifest, [
         f"completed attempt: expected {value} {name}, got {here[name]} in its receipts" for name, value in told.items()

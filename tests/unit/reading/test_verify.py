@@ -317,7 +317,32 @@ def test_a_report_counts_conflicts_that_the_manifest_does_not_list(monkeypatch: 
     writer = RunWriter(store)
     for made in (SAMPLE, OTHER):
         named = [replace(made, key=f"s{i}") for i in range(5)]
-        writer.put([(s, replace(s.segments()[0], sample_hash=token_hash(s.token_ids)), 0) for s in named])
+        writer.put([(s, s.segments()[0], 0) for s in named])
     report = verify_run(store)
     assert (len(report.problems), report.unlisted) == (2, 3)
     assert all("with different tokens" in problem.message for problem in report.problems)
+
+
+@pytest.mark.parametrize("lost", [set(), {0}, {2}, {3}])
+@pytest.mark.parametrize("writers", ["ww", "vw", "wv"])
+def test_a_row_that_got_other_tokens_when_it_was_computed_again_is_no_conflict(lost: set[int], writers: str) -> None:
+    """A replica that died may have shipped some or all of the row's segments."""
+    copies = [replace(random_sample("a", n, dtype="float32"), token_ids=np.arange(n) + n) for n in (20, 24)]
+    store = MemoryStore()
+    start_run(store, {"meaning": {}, "settings": {}})
+    made = {name: RunWriter(store, name=name, attempt=1) for name in writers}
+    take_attempt(made["w"].store, {})
+    stored = [(copy, s, name) for copy, name in zip(copies, writers, strict=True) for s in copy.segments(8, 16)]
+    for copy, segment, name in (pair for n, pair in enumerate(stored) if n not in lost):
+        made[name].put([(copy, replace(segment, sample_hash=token_hash(copy.token_ids)), 0)])
+    report = verify_run(store)
+    assert report.ok, report.problems
+    loaded = Run(store)["a"].load()
+    [chosen] = [copy for copy in copies if len(copy.token_ids) == len(loaded["token_ids"])]
+    assert copies.index(chosen) == (min(lost) < 3 if lost else writers == "wv")
+    assert loaded["token_ids"].tolist() == chosen.token_ids.tolist()
+    assert loaded["hidden_states"].numpy().tobytes() == chosen.states.tobytes()
+    again = load_manifest(made["w"].store)
+    again._conflicts.add("as an earlier version counted")
+    write_complete(made["w"].store, 1, again, {})
+    assert verify_run(store).ok
