@@ -29,6 +29,11 @@ def first_page_besides(page: Page) -> int:
     return _besides(page.segment, chunks) + sum(array.nbytes for array in page.segment.attached.values())
 
 
+def tokens_of(segment: Segment) -> tuple[str, int, int]:
+    """Return what identifies a segment's tokens among the copies of its key, column and index."""
+    return segment.sample_hash, segment.start, segment.stop
+
+
 def _besides(segment: Segment, chunks: int) -> int:
     # A part's header has each text again, up to twice as long because of its escapes.
     texts = sys.getsizeof(segment.key) + sys.getsizeof(segment.metadata) + len(str(segment.meta))
@@ -40,7 +45,8 @@ class Filling:
     """A segment with missing pages.
 
     ``touched``: when its last page was added, in seconds of the sink without outages. ``nbytes``: held so far.
-    ``arrival``: number of its first page. ``left``: missing pages. ``lost``: a page could not be encoded.
+    ``arrival``: number of its first page. ``left``: missing pages. ``tokens``: ``tokens_of`` the segment.
+    ``lost``: a page could not be encoded.
     """
 
     encoder: SegmentEncoder
@@ -48,6 +54,7 @@ class Filling:
     scan: SanityChecks
     arrival: int
     left: int
+    tokens: tuple[str, int, int]
     nbytes: int = 0
     began: float = field(default_factory=time.monotonic)
     lost: bool = False

@@ -24,7 +24,7 @@ from hsx_dist.text import bounded
 from hsx_dist.writers.committer import PartCommitter
 from hsx_dist.writers.daemon import DaemonPool
 from hsx_dist.writers.events import Event, Lost, reason_not_stored
-from hsx_dist.writers.filling import Filling, OpenPart, bytes_besides, first_page_besides
+from hsx_dist.writers.filling import Filling, OpenPart, bytes_besides, first_page_besides, tokens_of
 from hsx_dist.writers.sample_columns import SampleColumns
 from hsx_dist.writers.sanity_checks import SanityChecks
 
@@ -158,7 +158,7 @@ class PartSink:
                 done = here and filling.encoder.complete
                 if done:
                     del self._filling[key]
-                    self._drop_copies(key)
+                    self._drop_copies(page.segment)
             if done:
                 grown -= self._finish(filling)
         except Exception as e:
@@ -240,17 +240,20 @@ class PartSink:
                     SanityChecks.empty(len(page.layer_ids)),
                     arrival,
                     left=-(-segment.num_tokens // page.chunk_tokens),
+                    tokens=tokens_of(segment),
                 )
                 self._filling[*segment.id, segment.source] = filling
             filling.arrival = min(filling.arrival, arrival)
             filling.touched = self._served
             return filling
 
-    def _drop_copies(self, key: tuple[str, int, int, str]) -> None:
-        """Drop the unfinished other copies of a segment that is complete: their engines died."""
+    def _drop_copies(self, segment: Segment) -> None:
+        """Drop the unfinished copies of a complete segment. A copy of other tokens stays: its sample needs it."""
         if self._opt.attempt:  # without a run each copy belongs to a request that needs its event
-            for other in [other for other in self._filling if other[:3] == key[:3]]:
-                self._held -= self._filling.pop(other).drop()
+            for key, other in list(self._filling.items()):
+                if key[:3] == segment.id and other.tokens == tokens_of(segment):
+                    del self._filling[key]
+                    self._held -= other.drop()
 
     def _admit(self, nbytes: int, arrival: int) -> None:
         """Wait for room. Pages wait in line: otherwise small pages would pass a large one for as long as they come."""

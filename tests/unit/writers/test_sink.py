@@ -226,6 +226,25 @@ def test_a_row_that_is_computed_again_before_its_part_is_sealed_is_stored_apart(
     check_readable(store, load_manifest(store), "k", 40)
 
 
+@pytest.mark.parametrize("other", [{"sample_hash": "b" * 16}, {"stop": 48}, {}])
+def test_an_unfinished_copy_is_dropped_only_if_the_complete_one_has_the_same_tokens(store, other):
+    """A node that was declared dead may go on, while its row got other tokens on another node."""
+    made = [page for page in pages("k", 64) if page.start < other.get("stop", 64)]
+    copies = [pages("k", 64), made]
+    for copy, facts in zip(copies, ({"source": "a"}, {"source": "b", **other}), strict=True):
+        copy[:] = [replace(p, segment=replace(p.segment, **{"sample_hash": "a" * 16, **facts})) for p in copy]
+    events = []
+    sink = PartSink(store, options(), events.append)
+    for page in [copies[1][0], *copies[0], *(copies[1][1:] if other else ())]:
+        sink.add(page)
+    sink.close()
+    proofs = sorted((p.segment.stop, p.sample_hash[0]) for receipt in events for p in receipt.segments)
+    assert proofs == sorted(
+        [(64, "a"), *([(other.get("stop", 64), other.get("sample_hash", "a")[0])] if other else [])]
+    )
+    assert sink.held_bytes == 0
+
+
 def test_stale_unfinished_segments_are_dropped(store):
     sink = PartSink(store, options(part_seconds=0.04, stale_seconds=0.05), lambda _: None)
     sink.add(pages("k", 40)[0])
