@@ -53,9 +53,13 @@ def same_rows(rows: Rows) -> Rows:
 
 def accounted(row: Row | RowFate, manifest: Manifest, *, retry_poison: bool = False) -> bool:
     """Whether a row's outcome is final. A refused row stays refused while its content is the same, as the settings are.
-    A poison row stays poison, unless ``retry_poison``. A failed row is tried again."""
+    A row that is refused for another reason now has another outcome. A poison row stays poison, unless
+    ``retry_poison``. A failed row is tried again."""
     if isinstance(row, RowFate):  # unreadable now, perhaps readable when it was stored
-        return row.key in manifest.refused or row.key in manifest.samples
+        if row.key in manifest.samples:
+            return True
+        known = manifest.refused.get(row.key)
+        return known is not None and known.reason == row.reason
     if row.key in manifest.samples:
         return row.number_key not in manifest.refused
     fate = manifest.refused.get(row.key) or manifest.failed.get(row.key)

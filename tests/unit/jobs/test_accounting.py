@@ -89,6 +89,15 @@ def test_a_line_that_could_not_be_read_and_now_can_is_run_and_its_refusal_withdr
     assert not manifest.refused
 
 
+def test_a_row_that_is_refused_for_another_reason_gets_this_reason():
+    before, now = (RowFate("a", 3, "refused", why, 0) for why in ("not JSON", "text: expected text, got a number"))
+    manifest = Manifest([receipt(1, fates=(before,))])
+    assert list(remaining(lambda: iter([now]), manifest)) == [now]
+    manifest.add(receipt(2, fates=(now,)))
+    assert list(remaining(lambda: iter([now]), manifest)) == [None]
+    assert manifest.refused["a"].reason == now.reason
+
+
 def test_a_refusal_under_another_rows_id_never_hides_that_row():
     good = row("1", 5, "text")
     manifest = Manifest([receipt(1, fates=(RowFate("1", 7, "refused", "duplicate id", 0),))])
