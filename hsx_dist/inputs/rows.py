@@ -236,6 +236,10 @@ class _RowCheck:
             text = _decoded(line, number).rstrip("\r\n")
         except InputError as e:
             return self._refused(row, number, str(e))
+        if number == 0 and "\r" in text and not line.endswith(b"\n"):
+            return self._refused(
+                row, number, "expected lines that end with LF or CR LF, got a file whose lines end with CR. Convert it"
+            )
         return self.judge(row, number, {self.config.text: text})
 
     def judge(self, row: int, number: int, record: Any) -> Row | RowFate:

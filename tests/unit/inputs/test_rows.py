@@ -153,6 +153,18 @@ def test_a_line_with_a_hole_is_refused_and_an_escaped_nul_is_text(tmp_path: Path
     assert good.text == ("b\0" if name == "in.jsonl" else '{"text": "b\\u0000"}')
 
 
+@pytest.mark.parametrize("end", ["", "\r"])
+def test_a_text_file_whose_lines_end_with_cr_alone_is_not_one_row(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "in.txt"
+    path.write_bytes(f"one\rtwo\rthree{end}".encode())
+    (fate,) = read(str(path))
+    assert isinstance(fate, RowFate)
+    assert "expected lines that end with LF or CR LF, got a file whose lines end with CR" in fate.reason
+    for rest, texts in (("", ["one"]), ("\n", ["one"]), ("\r\ntwo", ["one", "two"]), ("\rin\ntwo", ["one\rin", "two"])):
+        path.write_bytes(f"one{rest}".encode())
+        assert [row.text for row in read(str(path)) if isinstance(row, Row)] == texts
+
+
 @pytest.mark.parametrize("nothing", ["", " ", "null", "[]", "[ ]", " {\n}\n", '""', '" \\n"', [], {}, None])
 @pytest.mark.parametrize("content", [{"messages": [{"role": "user", "content": "hi"}]}, {"text": "hi"}])
 def test_no_tools_in_any_form(nothing: Any, content: dict[str, Any]) -> None:
