@@ -35,7 +35,7 @@ def count_rows(place: Place, rows: Rows, manifest: Manifest, *, retry_poison: bo
         todo += not accounted(row, manifest, retry_poison=retry_poison)
         if (content := manifest.content_of(row.key)) is not None:
             stored = True
-            _require_content(place, row, content, first.get(row.key))
+            _require_content(place, row, content, first.get(row.key), manifest)
         if isinstance(row, RowFate) and (default := _default_key(row.key)) and manifest.content_of(default):
             sample = manifest.samples.get(default)
             # A key without a file is the row's number. Numbers of rows in files shift when an earlier file grows.
@@ -46,7 +46,7 @@ def count_rows(place: Place, rows: Rows, manifest: Manifest, *, retry_poison: bo
         for row in rows():
             unread.pop(row.key, None)
         for key, fate in unread.items():
-            _require_content(place, fate, manifest.content_of(key) or "", None)
+            _require_content(place, fate, manifest.content_of(key) or "", None, manifest)
     if not stored:
         raise RunMismatch(
             f"{place.root.url}: expected the input of the stored samples, got none of their rows (such as "
@@ -63,7 +63,9 @@ def _default_key(number_key: str) -> str | None:
     return f"{file}:{number}" if file else str(int(number))
 
 
-def _require_content(place: Place, row: Row | RowFate, content: str, old_content: str | None) -> None:
+def _require_content(
+    place: Place, row: Row | RowFate, content: str, old_content: str | None, manifest: Manifest
+) -> None:
     if isinstance(row, RowFate):
         if content:  # earlier versions accepted some rows that this version refuses
             raise RunMismatch(
@@ -72,9 +74,13 @@ def _require_content(place: Place, row: Row | RowFate, content: str, old_content
             )
         return
     if (row.content != content) if content else (old_content is not None and row.old_content != old_content):
+        of, twice = manifest.samples[row.key].row, ""
+        if of not in (None, row.row):
+            # The reader finds duplicates only among the rows that it takes: the stored row may be in another shard.
+            twice = f"The sample is of row {of}. If that row has this id too, give one of them another id. "
         raise RunMismatch(
             f"{place.root.url}: expected the input of the stored samples, got other content in row {row.row} "
-            f"({row.key!r}). Choose another output, or the same input"
+            f"({row.key!r}). {twice}Choose another output, or the same input"
         )
 
 

@@ -84,6 +84,20 @@ def test_another_input(old: bool) -> None:
     check(OTHERS, (PROMPTS, []), old=old)  # nothing is stored yet
 
 
+def test_a_duplicate_id_of_another_shard_is_an_error_that_names_both_rows() -> None:
+    """In one shard the later row is refused. This attempt does not read the row of the sample."""
+    prompts = [{"id": "x", "text": "a"}, {"id": "y", "text": "b"}, {"id": "z", "text": "c"}, {"id": "x", "text": "d"}]
+    place = start_run(MemoryStore(), {})
+    sample, first = random_sample("x", 3), contents(prompts)["x"]
+    RunWriter(place.root).put([(sample, replace(sample.segments()[0], content=first), 0)])
+    manifest = load_manifest(place.store)
+    count_rows(place, rows(prompts), manifest)
+    with pytest.raises(
+        RunMismatch, match=r"in row 3 \('x'\). The sample is of row 0. If that row has this id too, give "
+    ):
+        count_rows(place, rows(prompts, num_shards=2, shard_index=1), manifest)
+
+
 def test_a_stored_row_that_is_refused_now() -> None:
     """Earlier versions accepted some rows that this version refuses: their samples stay."""
     refused = [*PROMPTS[:3], {"id": "r3", "text": "other", "token_ids": [1]}]
