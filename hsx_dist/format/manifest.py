@@ -100,6 +100,7 @@ class Manifest:
     def conflicts(self) -> list[str]:
         """Contradictions, as sentences: an attempt with different tokens for one key, or receipts that differ.
 
+        Samples of different known hashes are no contradiction: the attempt computed the row again.
         Of more than ``MOST_CONFLICTS``, the last sentence has the number of the others.
         """
         self._decide()
