@@ -22,6 +22,7 @@ from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.store.opening import Backend
 from hsx_dist.testing.store_suite import StoreSuite
 from tests.harness.servers import S3Server, seaweedfs
+from tests.harness.traced_memory import trace_memory
 from tests.integration.relay import Strike, relay
 
 pytestmark = pytest.mark.integration
@@ -209,10 +210,9 @@ def test_large_put_never_joins_the_buffers(s3: S3Server, url: str) -> None:
     page = np.random.default_rng(0).integers(0, 256, 8 << 20, np.uint8)
     store = _store(s3, url)
     store.put("warm", [b"x"])
-    tracemalloc.start()
+    trace_memory()
     store.put("large", [page] * 32)
     peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
     assert store.head("large").size == 32 * page.nbytes
     assert peak < 10 * (16 << 20), f"{peak >> 20} MiB for a put of 256 MiB"
     tail = store.get_ranges("large", [(32 * page.nbytes - 5, 32 * page.nbytes)])[0]

@@ -16,6 +16,7 @@ import hsx_dist
 from hsx_dist.format.receipt import RowFate
 from hsx_dist.reading import Problem
 from hsx_dist.text import MAX_REASON, MAX_SHOWN, ascii_json, bounded, printable, printable_lines
+from tests.harness.traced_memory import trace_memory
 
 HOSTILE = "a\x1b[2J\r\n\x7f\x9b31m\u202e\u2066\u200b\u2028\ufeff\U000e0041\ud800b"
 
@@ -35,10 +36,9 @@ def test_length_has_a_limit():
 @pytest.mark.parametrize("show", [printable, printable_lines, lambda text: Problem("p", text).message])
 def test_a_stored_text_of_any_size_takes_little_memory(show):
     text = "\n\x7f" * (1 << 20)
-    tracemalloc.start()
+    trace_memory()
     shown = show(text)
     peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
     assert len(shown) < 8 * MAX_SHOWN
     assert peak < 32 << 20
 

@@ -28,6 +28,7 @@ from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 from hsx_dist.writers.sink import PartSink, SinkOptions
 from tests.harness.runs import store_run, write_v1_run
+from tests.harness.traced_memory import trace_memory
 
 LAYERS, HIDDEN = (2, 5, 6), 16
 TOKENS = {"row:00000000": 7, "a/b c": 12, "[bold]x\x1b": 1}
@@ -191,12 +192,9 @@ def test_all_rows_of_a_run_are_not_in_memory_at_once(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("sys.stdout", out := Out())
         command()  # imports
         assert out.lines > count
-        tracemalloc.start()
-        try:
-            command()
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+        trace_memory()
+        command()
+        return tracemalloc.get_traced_memory()[1]
 
     assert peak(lambda: inspect.print_run("", (), as_json=True)) < 200 * count
     assert peak(lambda: print_table(("n", "text"), ((i, "a" * 20) for i in range(count)))) < 200 * count
@@ -234,13 +232,10 @@ def test_norms_take_the_memory_of_a_few_rows(codec: Codec, layers: int, monkeypa
     with np.errstate(invalid="ignore"):
         whole = sample.load(framework="numpy")["hidden_states"][:, 0].astype(np.float64)
     monkeypatch.setattr(inspect, "_BYTES_AT_ONCE", 1 << 20)
-    tracemalloc.start()
-    try:
-        with warnings.catch_warnings(action="error"):
-            first = inspect._layer_norms(sample, HIDDEN_STATES, columns_of(sample)[HIDDEN_STATES])[0]
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    with warnings.catch_warnings(action="error"):
+        first = inspect._layer_norms(sample, HIDDEN_STATES, columns_of(sample)[HIDDEN_STATES])[0]
+    peak = tracemalloc.get_traced_memory()[1]
     assert peak < 10 << 20 < made.states.nbytes
     norms = np.linalg.norm(whole, axis=1)
     finite = norms[np.isfinite(norms)]

@@ -21,6 +21,7 @@ from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import RunWriter, write_v1_run
+from tests.harness.traced_memory import trace_memory
 
 
 def zeros_at(folder: Path, shape: tuple[int, int, int], *, points: int = 1, shards: int = 1) -> str:
@@ -42,13 +43,10 @@ def zeros_at(folder: Path, shape: tuple[int, int, int], *, points: int = 1, shar
 def test_totals_of_a_wide_point_are_not_allocated_before_its_check(shards: int, tmp_path: Path) -> None:
     """A row of 30 shards has 60 MiB, and the totals of its channels would have 240 MiB."""
     url = zeros_at(tmp_path, (1, 1, 1 << 20), shards=shards)
-    tracemalloc.start()
-    try:
-        with pytest.raises(FormatError, match=EXPANSION_VARIABLE):
-            print_sample(url, "a", (), as_json=True)
-        assert tracemalloc.get_traced_memory()[1] < 64 << 20
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    with pytest.raises(FormatError, match=EXPANSION_VARIABLE):
+        print_sample(url, "a", (), as_json=True)
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
 
 
 @pytest.mark.parametrize(("shape", "points"), [((16, 3, 1 << 20), 1), ((16, 1, 1 << 20), 3)])

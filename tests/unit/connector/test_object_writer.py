@@ -26,6 +26,7 @@ from hsx_dist.store import open_store
 from hsx_dist.testing.faulty_stores import PUTS, CountingStore, FailingStore, HangingStore, Strike
 from hsx_dist.testing.stores import MemoryStore
 from hsx_dist.writers.sink import PartSink
+from tests.harness.traced_memory import trace_memory
 from tests.unit.connector.small_outlet import HIDDEN, LAYERS, outlet_on, some, submit
 
 
@@ -278,11 +279,10 @@ def test_failed_requests_of_one_key_do_not_affect_other_keys(tmp_path, caplog):
     for i in range(1, 4):
         fail(i)
     assert hanging.hanging.wait(30)
-    tracemalloc.start()
+    trace_memory()
     for i in range(4, 300):
         fail(i)
     grown = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
     assert grown < 20_000
     submit(outlet, "b", some())
     assert hsx_dist.load_hidden_states(str(tmp_path / "b.safetensors"), wait=30)["key"] == "b"
@@ -365,16 +365,13 @@ def test_metadata_of_waiting_samples_takes_no_memory_outside_the_ring(tmp_path):
         for i in range(n)
     ]
     expected = [Expect(f"r{i}", f"k{i}.safetensors", 0, chosen=True) for i in range(n)]
-    tracemalloc.start()
-    try:
-        worker.begin(Step(expected=expected))
-        worker.step(Step(saves=saves))
-        assert hanging.hanging.wait(60)
-        for _ in range(20):
-            worker.step(Step(idle=True))
-        grown = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    worker.begin(Step(expected=expected))
+    worker.step(Step(saves=saves))
+    assert hanging.hanging.wait(60)
+    for _ in range(20):
+        worker.step(Step(idle=True))
+    grown = tracemalloc.get_traced_memory()[0]
     assert worker.blocks_held > n - 20  # vLLM's scheduler waits for free blocks
     assert outlet.ring.claimed_bytes <= settings.sample_bytes
     assert grown < settings.encoded_bytes + 2 * settings.sample_bytes
@@ -403,27 +400,24 @@ def test_a_sample_takes_no_more_memory_than_it_is_counted_with(tmp_path, metadat
     outlet = StoreOutlet(make, settings, {"model": "m", "revision": None, "norm": "pre"}, markers=hanging)
     submit(outlet, "first", some(1))
     assert hanging.hanging.wait(60)
-    tracemalloc.start()
-    try:
-        for i in range(n):
-            text = json.dumps({"x": f"{metadata}{i}"}, ensure_ascii=False) if metadata else ""
-            segment = Segment(f"k{i}", 0, 0, 1, 1, source=f"r{i}:0", metadata=text, meta={"prompt_tokens": i})
-            assert outlet.admit(segment)
-            outlet.expect(Expect(f"r{i}", f"k{i}.safetensors", 0, chosen=True))
-            offset = outlet.ring.allocate(64)
-            outlet.submit(
-                (Page(segment, 0, 1, 1, LAYERS, "float32", (2, 1, 8), "LTH", np.zeros(1, int), offset=offset), None)
-            )
-            del segment, text
-        while outlet.ring.used_bytes:
-            outlet.ring.wait(1.0)
-        # The ring is freed before the threads drop their last pages.
-        end = time.monotonic() + 30
-        while (grown := tracemalloc.get_traced_memory()[0]) >= 2 * outlet.ring.claimed_bytes:
-            assert time.monotonic() < end, (grown, *tracemalloc.take_snapshot().statistics("lineno")[:10])
-            time.sleep(0.05)
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    for i in range(n):
+        text = json.dumps({"x": f"{metadata}{i}"}, ensure_ascii=False) if metadata else ""
+        segment = Segment(f"k{i}", 0, 0, 1, 1, source=f"r{i}:0", metadata=text, meta={"prompt_tokens": i})
+        assert outlet.admit(segment)
+        outlet.expect(Expect(f"r{i}", f"k{i}.safetensors", 0, chosen=True))
+        offset = outlet.ring.allocate(64)
+        outlet.submit(
+            (Page(segment, 0, 1, 1, LAYERS, "float32", (2, 1, 8), "LTH", np.zeros(1, int), offset=offset), None)
+        )
+        del segment, text
+    while outlet.ring.used_bytes:
+        outlet.ring.wait(1.0)
+    # The ring is freed before the threads drop their last pages.
+    end = time.monotonic() + 30
+    while (grown := tracemalloc.get_traced_memory()[0]) >= 2 * outlet.ring.claimed_bytes:
+        assert time.monotonic() < end, (grown, *tracemalloc.take_snapshot().statistics("lineno")[:10])
+        time.sleep(0.05)
     hanging.release()
     outlet.close(60)
 

@@ -55,6 +55,7 @@ from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness import runs as testing_runs
 from tests.harness.runs import RunWriter, unsealed
+from tests.harness.traced_memory import trace_memory
 from tests.soak.claim_kinds import sealed
 from tests.soak.claims import KINDS, run_limited
 
@@ -65,12 +66,9 @@ store_run = partial(testing_runs.store_run, version=1)
 @contextmanager
 def little_memory(most: int = 64 << 20) -> Iterator[None]:
     """Fail if Python and numpy allocate more than ``most`` bytes in the block."""
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < most
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    yield
+    assert tracemalloc.get_traced_memory()[1] < most
 
 
 def small_run(complete: bool = True) -> MemoryStore:

@@ -18,6 +18,7 @@ from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof
 from hsx_dist.format.names import part_name
 from hsx_dist.page import Segment
 from hsx_dist.reading.index import Index
+from tests.harness.traced_memory import trace_memory
 
 #: Columns 0 and 2 in one segment, column 1 in three.
 CUTS: tuple[tuple[int, ...], ...] = ((0, 10), (0, 3, 6, 10), (0, 10))
@@ -176,12 +177,9 @@ def test_an_index_gives_the_records_of_its_manifest_in_little_memory() -> None:
     cuts = ((0, 10), (0, 4, 10), (0, 10), (0, 10))
     receipts = [receipt(n, *(proof(s) for i in range(50) for s in segments(f"{n}-{i}", cuts))) for n in range(1, 21)]
     manifest = Manifest(receipts)
-    tracemalloc.start()
-    try:
-        index = Index(manifest)
-        taken = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    index = Index(manifest)
+    taken = tracemalloc.get_traced_memory()[0]
     assert len(index) == 1000
     assert taken < 1500 * len(index)
     assert {index[i].key: index[i] for i in range(1000)} == dict(manifest.samples)

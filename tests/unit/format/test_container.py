@@ -29,6 +29,7 @@ from hsx_dist.format.segment_info import SegmentInfo
 from hsx_dist.page import FLOATS, Page, Segment
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.traced_memory import trace_memory
 from tests.unit.growth import check_linear
 
 ABOUT = {"model": "a/b", "revision": None, "norm": "pre", "vllm": "0.32.0", "temperature": 0.5}
@@ -780,12 +781,9 @@ def test_the_metadata_of_all_samples_is_not_decoded_at_once() -> None:
         sample = random_sample(f"k{i}", 16)
         segment = replace(sample.segments()[0], metadata=f'{{"lists":[{lists}]}}')
         segments.append(encode(SplitCodec(), list(sample.pages(segment))))
-    tracemalloc.start()
-    try:
-        part = build_part(segments, SplitCodec(), {})
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    part = build_part(segments, SplitCodec(), {})
+    peak = tracemalloc.get_traced_memory()[1]
     assert peak < 12 * 20 * len(lists)
     found = Part.open(stored(part), "p")
     assert [info.segment.meta for info in found.segments] == [{"metadata": {"lists": json.loads(f"[{lists}]")}}] * 20

@@ -25,6 +25,7 @@ from hsx_dist.format.json_objects import check_containers
 from hsx_dist.format.known_members import MOST_MEMBERS
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.traced_memory import trace_memory
 
 
 def part_of(metadata: list[object]) -> MemoryStore:
@@ -58,10 +59,9 @@ def test_decoded_metadata_of_all_segments_is_never_in_memory_at_once() -> None:
     value = json.loads(f"[{','.join(['[]'] * 15_000)}]")
     store = part_of([value] * 40)
     header = struct.unpack_from("<Q", bytes(store.objects["p"]))[0]
-    tracemalloc.start()
+    trace_memory()
     part = Part.open(store, "p")
     peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
     assert peak < 8 * header
     meta = pickle.loads(pickle.dumps(part.segments[39].segment.meta))
     assert (list(meta), meta, meta.get("expires"), meta.get("bad")) == (
@@ -87,13 +87,10 @@ def test_the_first_segment_with_other_lists_or_objects_ends_the_parsing(name: st
     """Decoded segments are kept until all are parsed. Their lists would take 44 times the memory of their text."""
     segments = ",".join([f'{{"{name}":{value}}}'] * 1000)
     text = f'{{"common":{{}},"segments":[{segments}]}}'
-    tracemalloc.start()
-    try:
-        with pytest.raises(FormatError, match=f"segment 0: {name}: expected {expected}, got other lists or objects"):
-            parse_description(text)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    with pytest.raises(FormatError, match=f"segment 0: {name}: expected {expected}, got other lists or objects"):
+        parse_description(text)
+    peak = tracemalloc.get_traced_memory()[1]
     assert peak < 1 << 20
 
 
@@ -213,23 +210,19 @@ def test_unknown_members_take_no_memory(place: str) -> None:
     numbers = ",".join(["300"] * 500_000)
     strings = '","' * 500_000
     text = place.format(f'[[{numbers}],["{strings}"]]')
-    tracemalloc.start()
+    trace_memory()
     parse_description(text)
     peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
     assert peak < 1 << 20
 
 
 def test_segments_beyond_the_number_of_tensors_are_not_parsed() -> None:
     """Parsed, a million empty segments take seconds and a hundred megabytes."""
     text = f'{{"codec":{{"name":"none"}},"schema":"segments","segments":[{",".join(["{}"] * 1_000_000)}]}}'
-    tracemalloc.start()
-    try:
-        with pytest.raises(FormatError, match="expected 4 tensors, as in the header"):
-            parse_description(text, 4)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    with pytest.raises(FormatError, match="expected 4 tensors, as in the header"):
+        parse_description(text, 4)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
 
 
 def test_a_description_has_a_bounded_number_of_members() -> None:

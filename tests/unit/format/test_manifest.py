@@ -16,6 +16,7 @@ from hsx_dist.format.names import attempt_name, heartbeat_name, parse_receipt_na
 from hsx_dist.format.segments import SegmentTable
 from hsx_dist.page import Segment, token_hash
 from hsx_dist.reading.index import Index
+from tests.harness.traced_memory import trace_memory
 from tests.unit.growth import check_linear
 
 
@@ -372,10 +373,9 @@ def test_segments_of_one_key_take_little_memory() -> None:
     made = Receipt(1, "w", 1, "p", 9, "0" * 8, 9, 10, [], (), "t")
     numbers = [(i, i, i + 1, n, 0, 0, -1, 0, 1) for i in range(n)]
     object.__setattr__(made, "segments", SegmentTable(["k"] * n, numbers, [("0" * 16, "", "")] * n))
-    tracemalloc.start()
+    trace_memory()
     index = Index(Manifest([made]))
     peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
     assert index.keys == ["k"]
     assert peak / n < 700
 
@@ -399,11 +399,10 @@ def test_keys_that_a_follower_looks_up_take_little_memory(each: int) -> None:
     numbers = [(0, 0, 1, 2 + i % each, 0, 0, -1, 0, 1) for i in range(n)]
     keys = [f"{i // each}" for i in range(n)]
     object.__setattr__(made, "segments", SegmentTable(keys, numbers, [("0" * 16, "", "")] * n))
-    tracemalloc.start()
+    trace_memory()
     manifest = Manifest([made])
     assert not any(map(manifest.samples.get, keys))
     held = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
     assert held / n < {2: 400, 17: 860}[each]
 
 

@@ -21,6 +21,7 @@ from hsx_dist.format.receipt_log import LogReader, ReceiptLog, list_logs, new_re
 from hsx_dist.format.runs import DRIVER, seal_attempts, take_attempt
 from hsx_dist.store import ObjectInfo
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.traced_memory import trace_memory
 
 
 def receipt(created: str = "t") -> Receipt:
@@ -171,11 +172,10 @@ def test_receipts_that_are_refused_take_the_memory_of_a_few(monkeypatch: pytest.
 
     monkeypatch.setattr(store, "get", get)
     monkeypatch.setattr(receipt_log, "_BYTES_AT_ONCE", 4 << 20)
-    tracemalloc.start()
+    trace_memory()
     with pytest.raises(FormatError, match=r"expected a receipt, which begins with"):
         list(LogReader().read(store))
     peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
     assert peak < 16 << 20
 
 

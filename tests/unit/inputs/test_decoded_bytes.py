@@ -21,6 +21,7 @@ from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs import allowance
 from hsx_dist.inputs.row_cost import cost_of_columns
 from hsx_dist.inputs.rows import Row, read_rows
+from tests.harness.traced_memory import trace_memory
 
 pytestmark = pytest.mark.usefixtures("in_process")
 _BLOCK = struct.Struct("<qi4xq")  # of an Arrow file's footer: offset, bytes of metadata, bytes of buffers
@@ -187,10 +188,9 @@ def test_values_that_take_more_than_numbers_are_refused_before_they_are_made(tmp
     many, few = 100_000, 500
     lists = pa.ListArray.from_arrays(pa.array([0, many, many + few], pa.int32()), _values(many + few, kind))
     _write(tmp_path / "a.arrow", [pa.record_batch({"text": ["a", "b"], "more": lists})], compression="zstd")
-    tracemalloc.start()
+    trace_memory()
     first, second = _read(tmp_path / "a.arrow", metadata=["more"], max_row_bytes="1MiB")
     held = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
     assert isinstance(first, RowFate)
     assert "input.max_row_bytes" in first.reason
     assert isinstance(second, Row)
@@ -206,10 +206,9 @@ def test_values_of_a_fixed_width_take_no_more_than_their_cost(kind: Any) -> None
     n = 20_000
     column = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), _values(n, kind))
     sent = pickle.dumps(column.to_pylist())
-    tracemalloc.start()
+    trace_memory()
     [received] = pickle.loads(sent)
     most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
     assert len(received) == n
     assert most < cost_of_columns(pa.record_batch([column], ["more"]), 1 << 40)
 

@@ -22,6 +22,7 @@ from hsx_dist.inputs.content import json_metadata
 from hsx_dist.inputs.loss_mask import _agreement
 from hsx_dist.inputs.rendered import require_rendered
 from hsx_dist.inputs.rows import Row, read_rows, rows_from
+from tests.harness.traced_memory import trace_memory
 
 CONFIG = InputConfig(metadata=["extra", "more"])
 CHAT = [{"role": "user", "content": "hi"}]
@@ -343,10 +344,7 @@ def test_metadata_of_one_long_name_is_refused_before_it_is_encoded() -> None:
     """The name is one object, and each structure has it."""
     name = "n" * 400_000
     rows = [{name: 1} for _ in range(30_000)]
-    tracemalloc.start()
-    try:
-        with pytest.raises(InputError, match="metadata: expected at most 65536 bytes as JSON"):
-            json_metadata({"m": rows})
-        assert tracemalloc.get_traced_memory()[1] < 64 << 20
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    with pytest.raises(InputError, match="metadata: expected at most 65536 bytes as JSON"):
+        json_metadata({"m": rows})
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20

@@ -18,6 +18,7 @@ from hsx_dist.inputs import maps
 from hsx_dist.inputs.row_cost import cost_of_columns
 from hsx_dist.inputs.rows import Row, read_rows
 from hsx_dist.inputs.tables import _Reading, _records
+from tests.harness.traced_memory import trace_memory
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -126,9 +127,8 @@ def test_a_map_takes_no_more_than_its_cost(items: int) -> None:
     flat = pa.array([[(least + i, least + i) for i in range(items)]] * 1000, pa.map_(pa.int64(), pa.int64()))
     for column in (deep, flat):
         batch = pa.record_batch({"tags": column})
-        tracemalloc.start()
+        trace_memory()
         found = _read_batch(batch)
         used = tracemalloc.get_traced_memory()[0]
-        tracemalloc.stop()
         assert len(found) == len(column)
         assert used < cost_of_columns(batch, 1 << 40)

@@ -31,6 +31,7 @@ from hsx_dist.inputs.content import as_messages, as_tools
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.inputs.row_cost import cost_of_columns, cost_of_json, most_cost
 from hsx_dist.inputs.rows import Row, read_rows, rows_from
+from tests.harness.traced_memory import trace_memory
 
 pytestmark = pytest.mark.usefixtures("in_process")
 _PACK = {".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
@@ -38,12 +39,9 @@ _PACK = {".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress,
 
 def _rows(path: Path, most: int = 20, **settings: Any) -> tuple[list[Row | RowFate], int]:
     """The first rows, and the peak of allocated bytes."""
-    tracemalloc.start()
-    try:
-        found = list(islice(read_rows(InputConfig(path=str(path), **settings)), most))
-        return found, tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    found = list(islice(read_rows(InputConfig(path=str(path), **settings)), most))
+    return found, tracemalloc.get_traced_memory()[1]
 
 
 @pytest.mark.parametrize("ending", _PACK)
@@ -157,14 +155,13 @@ def test_texts_that_rows_share_are_not_copied_to_all_of_them_at_once(tmp_path: P
             w.write_batch(pa.record_batch([column], ["text"]))
     assert path.stat().st_size < 3000
     before = pa.total_allocated_bytes()
-    tracemalloc.start()
+    trace_memory()
     taken = 0
     for row in read_rows(InputConfig(path=str(path), max_row_bytes="2MiB")):
         assert isinstance(row, Row)
         taken += 1
         assert pa.total_allocated_bytes() - before < 64 << 20
     assert tracemalloc.get_traced_memory()[1] < 96 << 20
-    tracemalloc.stop()
     assert taken == 256
 
 
@@ -505,12 +502,9 @@ def test_nulls_are_removed_from_messages_and_tools_without_another_copy() -> Non
     more = [{"a": i, "none": None, "b": [{"none": None}]} for i in range(5000)]
     for read in (partial(as_messages, most=1 << 24), as_tools):
         given = [{"role": "user", "content": None, "more": more}]
-        tracemalloc.start()
-        try:
-            found = read(given, "field")
-            kept, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
+        trace_memory()
+        found = read(given, "field")
+        kept, peak = tracemalloc.get_traced_memory()
         assert peak < 1.2 * kept
         assert found[0]["more"] == [{"a": i, "b": [{}]} for i in range(5000)]
         assert more[0]["none"] is None, "expected the caller's row unchanged"
@@ -530,13 +524,10 @@ def test_nulls_are_removed_from_messages_and_tools_without_another_copy() -> Non
 )
 def test_the_memory_of_a_row_is_that_of_its_objects(fields: dict[str, Any]) -> None:
     line = pickle.dumps(Row("key", 0, **fields))
-    tracemalloc.start()
-    try:
-        row = pickle.loads(line)
-        pickle.dumps(row)
-        taken = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    row = pickle.loads(line)
+    pickle.dumps(row)
+    taken = tracemalloc.get_traced_memory()[0]
     assert taken < 1.3 * row.memory < 2.6 * taken
 
 

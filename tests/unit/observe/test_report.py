@@ -34,6 +34,7 @@ from tests.harness.browser import browser_page, chromium_program
 from tests.harness.hooked_model import HookedModel, tiny_model
 from tests.harness.points import computed_sample, run_of
 from tests.harness.runs import store_run, write_v1_run
+from tests.harness.traced_memory import trace_memory
 from tests.unit.observe.conftest import HOSTILE
 
 MIB = 1 << 20
@@ -94,12 +95,9 @@ def test_states_are_computed_with_block_by_block() -> None:
     samples = [random_sample(f"k{i}", 1024, layer_ids=(1, 2), hidden_size=4096, odd=False) for i in range(2)]
     store_run(store, samples, codec=NoneCodec())
     run = Run(store)
-    tracemalloc.start()
-    try:
-        numbers = gather_states(run, ["k0", "k1"], ["k1"])
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    numbers = gather_states(run, ["k0", "k1"], ["k1"])
+    peak = tracemalloc.get_traced_memory()[1]
     assert numbers is not None
     assert (numbers.samples, numbers.tokens, numbers.norms.shape) == (2, 2 * 1023, (5, 2))
     np.testing.assert_allclose(np.diag(numbers.similarity), 1, rtol=1e-5)
@@ -121,10 +119,9 @@ def test_only_some_of_many_layers_are_compared(monkeypatch: pytest.MonkeyPatch):
     many = random_sample("a", 100, layer_ids=tuple(range(1000)), hidden_size=2, chunk_tokens=100, odd=False)
     store_run(store, [many])
     run = Run(store)
-    tracemalloc.start()
+    trace_memory()
     numbers = gather_states(run, ["a"], ["a"])
     assert tracemalloc.get_traced_memory()[1] < 32 << 20
-    tracemalloc.stop()
     assert numbers is not None
     assert len(numbers.layer_ids) == MOST_LAYERS
     assert (numbers.layer_ids[0], numbers.layer_ids[-1]) == (0, 999)
@@ -204,12 +201,9 @@ def test_heartbeats_of_many_attempts_are_not_kept(tmp_path: Path) -> None:
     for number in range(1, 6):
         take_attempt(store, {"host": "a" * 1_000_000})
         beat(store, number, 1, "failed", progress)
-    tracemalloc.start()
-    try:
-        attempts = gather_facts(Run(store)).attempts
-        kept, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    attempts = gather_facts(Run(store)).attempts
+    kept, _ = tracemalloc.get_traced_memory()
     assert kept < 1 << 20
     assert [(a.progress["seconds"], a.counted["put_seconds"]) for a in attempts] == [(2.0, 0.5)] * 5
 

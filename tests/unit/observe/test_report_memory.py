@@ -18,6 +18,7 @@ from hsx_dist.reading import Run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import RunWriter, store_run, whole
+from tests.harness.traced_memory import trace_memory
 
 
 def test_the_sums_of_wide_layers_are_limited_with_all_that_is_computed_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,12 +28,9 @@ def test_the_sums_of_wide_layers_are_limited_with_all_that_is_computed_of_them(m
     run = Run(store)
     most = 8 * 50_000 * 32
     monkeypatch.setattr(states, "HELD_BYTES", most)
-    tracemalloc.start()
-    try:
-        assert gather_states(run, ["a"], []) is not None
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    assert gather_states(run, ["a"], []) is not None
+    peak = tracemalloc.get_traced_memory()[1]
     assert peak < most + (2 << 20)
     monkeypatch.setattr(states, "HELD_BYTES", most - 1)
     assert gather_states(run, ["a"], []) is None

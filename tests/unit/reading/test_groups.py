@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hsx_dist.reading.groups import groups
+from tests.harness.traced_memory import trace_memory
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +43,6 @@ def test_one_group_and_the_next_item_are_in_memory(limit: int) -> None:
         for _ in range(32):
             yield {"hidden_states": np.zeros(limit // 4, np.uint8)}
 
-    tracemalloc.start()
-    try:
-        assert [len(group) for group in groups(made(), 64)] == [4] * 8
-        assert tracemalloc.get_traced_memory()[1] < 1.5 * limit
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    assert [len(group) for group in groups(made(), 64)] == [4] * 8
+    assert tracemalloc.get_traced_memory()[1] < 1.5 * limit

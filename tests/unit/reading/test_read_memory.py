@@ -22,6 +22,7 @@ from hsx_dist.serving.states_file import PIECE_BYTES, Range, StatesFile
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import store_run
+from tests.harness.traced_memory import trace_memory
 
 #: Objects of Python, a codec's buffers, and messages.
 SLACK = 1 << 18
@@ -49,12 +50,9 @@ def run_of(codec: Codec, per_part: int, chunk_tokens: int, *, hidden: int = HIDD
 def taken(read: Any) -> int:
     """The most bytes that ``read`` allocates at once."""
     read()
-    tracemalloc.start()
-    try:
-        read()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    read()
+    return tracemalloc.get_traced_memory()[1]
 
 
 @pytest.mark.parametrize("tokens", [None, (0, 1), (100, 1100)])
@@ -153,12 +151,9 @@ def test_a_kept_header_is_counted_with_its_memory() -> None:
         codec=SplitCodec(),
     )  # fmt: skip
     name = next(name for name in store.objects if name.endswith(".safetensors"))
-    tracemalloc.start()
-    try:
-        part = Part.open(store, name)
-        held = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    part = Part.open(store, name)
+    held = tracemalloc.get_traced_memory()[0]
     assert 0.5 < held / (kept_parts._PARSED * part.header_bytes) < 1.1
 
 

@@ -28,6 +28,7 @@ from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
 from tests.harness.runs import store_run, unsealed
+from tests.harness.traced_memory import trace_memory
 
 SAMPLES = [random_sample(f"s{i:02d}", 5 + 7 * i, seed=i, odd=False) for i in range(12)]
 TOKENS = sum(len(s.token_ids) for s in SAMPLES)
@@ -287,11 +288,8 @@ def test_statistics_of_all_layers_together_are_limited(tmp_path: Path, monkeypat
     monkeypatch.setattr(statistics, "_VALUES", 1)
     with pytest.raises(ConfigError, match=r"at most 450000 channels .* got 10 layers of 50000\. Name fewer layers"):
         compute_statistics(run)
-    tracemalloc.start()
-    try:
-        assert len(compute_statistics(run, layers[:9]).layers) == 9
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    assert len(compute_statistics(run, layers[:9]).layers) == 9
+    peak = tracemalloc.get_traced_memory()[1]
     # The statistics, the states of two tokens as stored and as float32, and what a block takes.
     assert peak < 450_000 * (24 + 2 * 6) + (2 << 20)

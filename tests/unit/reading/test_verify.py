@@ -27,6 +27,7 @@ from hsx_dist.testing.faulty_stores import CountingStore
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import RunWriter, Stored, store_run, whole
+from tests.harness.traced_memory import trace_memory
 
 IDS = np.arange(20)
 
@@ -127,12 +128,9 @@ def test_verify_takes_the_memory_of_one_chunk() -> None:
     wide = replace(wide, states=np.zeros_like(wide.states), chunk_tokens=20)
     store = MemoryStore()
     store_run(store, [wide], codec=ZstdCodec())
-    tracemalloc.start()
-    try:
-        report = verify_run(store)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    report = verify_run(store)
+    peak = tracemalloc.get_traced_memory()[1]
     assert (report.problems, report.all_zero) == ([], 1)
     assert peak < 1.5 * wide.states.nbytes
 
@@ -254,18 +252,15 @@ def test_receipts_of_a_complete_run_are_in_memory_once() -> None:
     write_complete(place.store, 1, load_manifest(place.store), {})
     take_attempt(place.store, {})
     ReceiptLog(place.store, 2, "driver").append(receipt([row(9999)]))
-    tracemalloc.start()
-    try:
-        held = load_manifest(place.store)
-        once = tracemalloc.get_traced_memory()[0]
-        assert len(held.failed) == 8001
-        del held
-        gc.collect()  # a manifest refers to itself
-        tracemalloc.reset_peak()
-        report = verify_run(store)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    held = load_manifest(place.store)
+    once = tracemalloc.get_traced_memory()[0]
+    assert len(held.failed) == 8001
+    del held
+    gc.collect()  # a manifest refers to itself
+    tracemalloc.reset_peak()
+    report = verify_run(store)
+    peak = tracemalloc.get_traced_memory()[1]
     assert report.problems == []
     assert peak < 1.6 * once
 

@@ -32,6 +32,7 @@ from hsx_dist.serving.sample_source import MemoryLimit
 from hsx_dist.store import open_store
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import RandomSample, random_sample
+from tests.harness.traced_memory import trace_memory
 from tests.unit.serving.outer_vllm import API_KEY, LAYERS, WITH_KEY, outer_server, store_sample
 
 INLINE = {"model": "m", "prompt": "Hello.", "hidden_states_inline": True}
@@ -674,12 +675,9 @@ def test_an_answer_opens_one_sample_at_a_time_and_none_while_it_waits_for_memory
 def test_decoded_metadata_counts_as_memory_of_an_answer(tmp_path, unit):
     metadata = {"": json.loads(f"[{','.join([unit] * (60_000 // len(unit)))}]")}
     text = json.dumps(metadata)
-    tracemalloc.start()
-    try:
-        kept = json.loads(text)
-        nbytes = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    kept = json.loads(text)
+    nbytes = tracemalloc.get_traced_memory()[0]
     assert kept == metadata
     store_sample(tmp_path, random_sample("k"), metadata=metadata)
     with object_sample(open_store(str(tmp_path)), "k.safetensors") as sample:

@@ -11,6 +11,7 @@ import pytest
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, Unavailable
 from hsx_dist.store import Buffer, ObjectInfo, RetryPolicy, RetryStore
 from hsx_dist.store.local import LocalStore
+from tests.harness.traced_memory import trace_memory
 
 
 class Flaky:
@@ -164,13 +165,10 @@ def test_a_found_object_is_compared_in_pieces(tmp_path: Path, theirs: str) -> No
             raise Unavailable("the answer was lost")
 
     store = RetryStore(Lossy(str(tmp_path)), sleep=Clock().sleep)
-    tracemalloc.start()
-    try:
-        with nullcontext() if theirs == "same" else pytest.raises(AlreadyExists):
-            store.put_if_absent("a", mine)
-        assert tracemalloc.get_traced_memory()[1] < size // 2
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    with nullcontext() if theirs == "same" else pytest.raises(AlreadyExists):
+        store.put_if_absent("a", mine)
+    assert tracemalloc.get_traced_memory()[1] < size // 2
 
 
 def test_an_interrupted_listing_is_continued() -> None:

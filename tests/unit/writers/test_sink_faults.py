@@ -26,6 +26,7 @@ from hsx_dist.testing.samples import random_sample
 from hsx_dist.writers.events import Lost, Stored
 from hsx_dist.writers.sink import PartSink
 from hsx_dist.writers.threads import ThreadSender
+from tests.harness.traced_memory import trace_memory
 from tests.unit.writers.small_samples import check_readable, options, pages
 
 
@@ -179,14 +180,13 @@ def test_a_sample_alone_is_held_once_while_it_is_stored(store):
     whole = list(sample.pages())
     hanging = HangingStore(store, Strike({"put_if_absent"}))
     sink = PartSink(hanging, options(attempt=0, layout="sample", codec=resolve_codec("none")), lambda _: None)
-    tracemalloc.start()
+    trace_memory()
     try:
         for page in whole:
             sink.add(page)
         assert hanging.hanging.wait(30)
         traced, _ = tracemalloc.get_traced_memory()
     finally:
-        tracemalloc.stop()
         hanging.release()
     held = sink._blocks.nbytes + traced  # blocks are mapped, and not traced
     sink.close()
