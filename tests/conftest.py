@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.harness.servers import GcsServer, RayHead, S3Server, fake_gcs, ray_head, seaweedfs
-from tests.harness.traced_memory import trace_memory
 
 # vLLM reads these on import: a small cache (GiB), few log lines.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -34,8 +33,8 @@ PROGRAMS = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the modules that trace memory to the end: their processes are slower from then on."""
-    items.sort(key=lambda item: hasattr(getattr(item, "module", None), trace_memory.__name__))
+    """Move the tests that trace memory to the end: their processes are slower from then on."""
+    items.sort(key=lambda item: item.get_closest_marker("traced") is not None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

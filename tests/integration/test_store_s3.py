@@ -206,6 +206,7 @@ def test_expired_credentials_are_read_again(monkeypatch: pytest.MonkeyPatch, url
             open_store(url, given, backend=_backend, retry_seconds=30).put("a", [b"1"])
 
 
+@pytest.mark.traced
 def test_large_put_never_joins_the_buffers(s3: S3Server, url: str) -> None:
     page = np.random.default_rng(0).integers(0, 256, 8 << 20, np.uint8)
     store = _store(s3, url)

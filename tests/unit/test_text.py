@@ -33,6 +33,7 @@ def test_length_has_a_limit():
     assert len(bounded(ValueError("x" * 5000))) == MAX_REASON
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("show", [printable, printable_lines, lambda text: Problem("p", text).message])
 def test_a_stored_text_of_any_size_takes_little_memory(show):
     text = "\n\x7f" * (1 << 20)

@@ -1,12 +1,10 @@
-"""Tests trace memory in one way, which cannot crash their process, and the modules that do run last."""
+"""Tests trace memory in one way, which cannot crash their process, and those that do run last."""
 
 from __future__ import annotations
 
 import ast
 import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,6 +15,7 @@ ROOT = Path(hsx_dist.__file__).parent.parent
 FOLDERS = ("benchmarks", "examples", "hsx_dist", "scripts", "tests")
 
 
+@pytest.mark.traced
 def test_each_trace_begins_at_zero() -> None:
     for _ in range(2):
         trace_memory()
@@ -41,9 +40,10 @@ def test_one_module_starts_to_trace_and_none_stops() -> None:
     assert found == {("tests/harness/traced_memory.py", "start")}
 
 
-def test_modules_that_trace_run_last(request: pytest.FixtureRequest) -> None:
+@pytest.mark.traced
+def test_tests_that_trace_run_last(request: pytest.FixtureRequest) -> None:
     conftest = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
-    own, first, second = request.node, SimpleNamespace(module=ast), SimpleNamespace()
-    items: list[Any] = [own, first, second, own]
+    own, module = request.node, request.node.parent
+    items = [own, module, own]
     conftest.pytest_collection_modifyitems(items)
-    assert items == [first, second, own, own]
+    assert items == [module, own, own]

@@ -169,6 +169,7 @@ def test_show_sample(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "[12, 3, 16]" in capsys.readouterr().out
 
 
+@pytest.mark.traced
 def test_all_rows_of_a_run_are_not_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Out(io.StringIO):
         """Keeps no text."""
@@ -221,6 +222,7 @@ def test_show_of_a_missing_or_refused_sample_prints_the_reason(run: str, capsys:
     assert "its row was refused: text: expected text" in capsys.readouterr().err
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize(("codec", "layers"), [(NoneCodec(), 1), (SplitCodec(), 2)])
 def test_norms_take_the_memory_of_a_few_rows(codec: Codec, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, hidden = 2048, 4096

@@ -39,6 +39,7 @@ def zeros_at(folder: Path, shape: tuple[int, int, int], *, points: int = 1, shar
     return store.url
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("shards", [30, 64])
 def test_totals_of_a_wide_point_are_not_allocated_before_its_check(shards: int, tmp_path: Path) -> None:
     """A row of 30 shards has 60 MiB, and the totals of its channels would have 240 MiB."""

@@ -263,6 +263,7 @@ def test_markers_count_as_pending_and_closing_waits_no_longer_than_its_time_limi
     hanging.release()
 
 
+@pytest.mark.traced
 def test_failed_requests_of_one_key_do_not_affect_other_keys(tmp_path, caplog):
     caplog.set_level("ERROR", "hsx_dist")  # log lines would count as memory
     hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, prefix="a."))
@@ -348,6 +349,7 @@ class OnceMoreWriters(ThreadWriters):
             super().send([copy], lambda _, page=page: release(page))
 
 
+@pytest.mark.traced
 def test_metadata_of_waiting_samples_takes_no_memory_outside_the_ring(tmp_path):
     budget, n = 8 << 20, 400
     settings = read_connector_config({"hsx": {"output": str(tmp_path), "in_flight_bytes": budget}})
@@ -384,6 +386,7 @@ def test_metadata_of_waiting_samples_takes_no_memory_outside_the_ring(tmp_path):
     assert outlet.ring.claimed_bytes == 0
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("metadata", ["", "y" * 65000, "\U0001f600" * 16000])
 def test_a_sample_takes_no_more_memory_than_it_is_counted_with(tmp_path, metadata):
     """The memory of both processes: the objects of a hundred one-token samples that wait for a store."""

@@ -132,6 +132,7 @@ def test_a_name_that_no_writer_makes_is_no_receipts(name: str) -> None:
     assert len(load_manifest(store).samples) == 1
 
 
+@pytest.mark.traced
 def test_a_large_number_in_a_name_is_not_counted_up_to() -> None:
     store = small_run(complete=False)
     store.put(receipt_name(1, "w", LARGEST_NUMBER), [b""])
@@ -190,6 +191,7 @@ def _zeros(nbytes: int, unit: bytes = b"\0") -> bytes:
     return b"".join([*(packer.compress(block) for _ in range(nbytes >> 20)), packer.flush()])
 
 
+@pytest.mark.traced
 def test_lines_that_promise_gibibytes_are_not_read() -> None:
     store = small_run()
     _forge(store, _zeros(64 << 20), 64 << 30)
@@ -197,6 +199,7 @@ def test_lines_that_promise_gibibytes_are_not_read() -> None:
         assert len(load_manifest(store).samples) == 1  # from the single receipts
 
 
+@pytest.mark.traced
 def test_bytes_after_the_frame_do_not_raise_the_limit() -> None:
     store = small_run()
     _forge(store, _zeros(64 << 20, b"[],") + bytes(8 << 20), 64 * 1_048_575)
@@ -251,6 +254,7 @@ def test_a_repeated_line_is_refused() -> None:
 # -- JSON objects ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize(
     "name", ["run.json", "attempts/0001.heartbeat.json", "attempts/0001.complete.json", "attempts/0001.json"]
 )
@@ -274,6 +278,7 @@ def test_a_nested_object_is_not_indented_to_many_times_its_size(tmp_path: Path, 
     assert read_json(store, "run.json") == value
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("unit", [b'{"a":0}', b"[]", b"0"])
 def test_an_object_of_very_many_values_is_not_parsed(tmp_path: Path, unit: bytes) -> None:
     store = LocalStore(tmp_path)
@@ -285,6 +290,7 @@ def test_an_object_of_very_many_values_is_not_parsed(tmp_path: Path, unit: bytes
         dump_json({"x": [0] * (MAX_JSON_VALUES + 1)})
 
 
+@pytest.mark.traced
 def test_a_large_receipt_is_not_fetched(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store_run(store, [random_sample("a", 20)])
@@ -387,6 +393,7 @@ def test_totals_of_many_large_segments_do_not_wrap() -> None:
     assert Manifest().totals().raw_bytes == 0
 
 
+@pytest.mark.traced
 def test_ids_of_layers_far_apart_are_not_counted_through() -> None:
     with little_memory():
         assert layers_text([0, 5, 2**40]) == f"0,5,{2**40}"
@@ -396,6 +403,7 @@ def test_ids_of_layers_far_apart_are_not_counted_through() -> None:
 # -- headers ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.traced
 def test_a_plain_file_of_300_bytes_with_many_tokens_is_refused(tmp_path: Path) -> None:
     n = 2**36
     table = {
@@ -443,6 +451,7 @@ def test_a_segment_has_at_most_1024_layers(plain: bool) -> None:
             Description.from_json(_description(1, 1025))
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize(
     "text",
     [

@@ -172,6 +172,7 @@ def test_a_contradiction_in_one_column_undoes_the_pieces_of_all():
     assert len(manifest.conflicts) == 1
 
 
+@pytest.mark.traced
 def test_an_index_gives_the_records_of_its_manifest_in_little_memory() -> None:
     """One object per segment would take four KiB for a sample of five columns."""
     cuts = ((0, 10), (0, 4, 10), (0, 10), (0, 10))

@@ -773,6 +773,7 @@ def test_parts_are_built_without_a_copy_of_the_states() -> None:
     assert states == part.size - part.header_bytes - sum(s.token_ids.nbytes for s in segments)
 
 
+@pytest.mark.traced
 def test_the_metadata_of_all_samples_is_not_decoded_at_once() -> None:
     """Nested lists take 44 times the memory of their text, and a part has up to 32 MiB of text."""
     lists = ",".join(["[" * 60 + "]" * 60] * 400)

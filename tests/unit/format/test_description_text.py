@@ -55,6 +55,7 @@ def described(store: MemoryStore) -> str:
     return json.loads(data[8 : 8 + struct.unpack_from("<Q", data)[0]])["__metadata__"]["hsx"]
 
 
+@pytest.mark.traced
 def test_decoded_metadata_of_all_segments_is_never_in_memory_at_once() -> None:
     value = json.loads(f"[{','.join(['[]'] * 15_000)}]")
     store = part_of([value] * 40)
@@ -72,6 +73,7 @@ def test_decoded_metadata_of_all_segments_is_never_in_memory_at_once() -> None:
     )
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
@@ -204,6 +206,7 @@ def test_unknown_members_are_skipped(value: str) -> None:
     assert parse_description(text) == {"common": {"key": "k"}, "segments": [{"key": "k"}] * 2}
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("place", ['{{"new":{}}}', '{{"segments":[{{"new":{}}}]}}', '{{"common":{{"new":{}}}}}'])
 def test_unknown_members_take_no_memory(place: str) -> None:
     """Decoded, they take up to 44 times the memory of their text."""
@@ -216,6 +219,7 @@ def test_unknown_members_take_no_memory(place: str) -> None:
     assert peak < 1 << 20
 
 
+@pytest.mark.traced
 def test_segments_beyond_the_number_of_tensors_are_not_parsed() -> None:
     """Parsed, a million empty segments take seconds and a hundred megabytes."""
     text = f'{{"codec":{{"name":"none"}},"schema":"segments","segments":[{",".join(["{}"] * 1_000_000)}]}}'

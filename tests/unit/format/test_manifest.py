@@ -367,6 +367,7 @@ def test_places_whose_numbers_have_equal_hashes_take_no_longer() -> None:
     check_linear(make, 4096)
 
 
+@pytest.mark.traced
 def test_segments_of_one_key_take_little_memory() -> None:
     """A compacted manifest of a megabyte may have half a million of them."""
     n = 20_000
@@ -390,6 +391,7 @@ def test_a_segment_of_many_keys_is_compared_with_few_others(receipts: int) -> No
     assert manifest.read <= 10 * 32 * receipts
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("each", [2, 17])
 def test_keys_that_a_follower_looks_up_take_little_memory(each: int) -> None:
     """A compacted manifest of a megabyte may have two hundred thousand segments. Each key has a few of them, and each

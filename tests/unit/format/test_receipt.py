@@ -16,6 +16,7 @@ from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.names import MAX_KEY, part_name
 from hsx_dist.format.receipt import MAX_ROW_KEY, Receipt, RowFate, SegmentProof
 from hsx_dist.page import Segment, token_hash
+from tests.harness.traced_memory import trace_memory
 from tests.soak.claim_kinds import sealed
 
 _COUNT = st.integers(0, 2**48)
@@ -267,31 +268,27 @@ def test_members_of_later_versions_are_ignored() -> None:
     assert Receipt.from_json(_sealed(body | {"later": [1]})) == _example()
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("unit", [b'{"a":"bc"},"de","fg",', '[],"\u0101","\u0101","",0,'.encode()])
 def test_members_of_later_versions_are_not_decoded(unit: bytes) -> None:
     """Decoded, such lists and objects take up to 30 times the memory of their text."""
     body = _example().to_json()[:-2].partition(b'"receipt":')[2]
     text = body + b',"later":[' + unit * 20_000 + b'"]}"]}'
     data = b'{"crc32c":"' + crc32c_hex(crc32c(text)).encode() + b'","receipt":' + text + b"}"
-    tracemalloc.start()
-    try:
-        assert Receipt.from_json(data) == _example()
-        assert tracemalloc.get_traced_memory()[1] < 5 * len(data)
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    assert Receipt.from_json(data) == _example()
+    assert tracemalloc.get_traced_memory()[1] < 5 * len(data)
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("name", ["segments", "contents", "rows", "part", "void"])
 def test_an_object_in_a_member_ends_the_decoding(name: str) -> None:
     body = json.loads(_example().to_json())["receipt"]
     sealed = _sealed(body | {name: [{"a": "bcdefgh"}] * 20_000})
-    tracemalloc.start()
-    try:
-        with pytest.raises(FormatError, match="expected JSON without objects, got an object"):
-            Receipt.from_json(sealed)
-        assert tracemalloc.get_traced_memory()[1] < 5 * len(sealed)
-    finally:
-        tracemalloc.stop()
+    trace_memory()
+    with pytest.raises(FormatError, match="expected JSON without objects, got an object"):
+        Receipt.from_json(sealed)
+    assert tracemalloc.get_traced_memory()[1] < 5 * len(sealed)
 
 
 def test_a_damaged_receipt_is_an_integrity_error() -> None:

@@ -153,6 +153,7 @@ def test_a_later_read_finds_receipts_of_more_digits(last: int, new: int) -> None
     assert list(logs.read(store)) == []
 
 
+@pytest.mark.traced
 def test_receipts_that_are_refused_take_the_memory_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some have a hundred thousand objects or members in an unknown member. Others are long, and no receipts."""
     store = MemoryStore()

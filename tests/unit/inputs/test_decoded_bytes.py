@@ -183,6 +183,7 @@ def _values(n: int, kind: Any) -> Any:
     return pa.Array.from_buffers(kind, n, [None, pa.py_buffer(one * n)])
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("kind", [*_TIMES, *_TIMESTAMPS, *_DECIMALS], ids=str)
 def test_values_that_take_more_than_numbers_are_refused_before_they_are_made(tmp_path: Path, kind: Any) -> None:
     many, few = 100_000, 500
@@ -198,6 +199,7 @@ def test_values_that_take_more_than_numbers_are_refused_before_they_are_made(tmp
     assert held < 4 << 20
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize(
     "kind", [pa.int64(), pa.uint64(), pa.float16(), pa.float64(), *_TIMES, *_TIMESTAMPS, *_DECIMALS], ids=str
 )

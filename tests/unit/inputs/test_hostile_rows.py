@@ -340,6 +340,7 @@ def test_a_chat_of_very_many_texts_is_refused_before_it_is_rendered(messages: An
         require_rendered(messages, tools, never)
 
 
+@pytest.mark.traced
 def test_metadata_of_one_long_name_is_refused_before_it_is_encoded() -> None:
     """The name is one object, and each structure has it."""
     name = "n" * 400_000

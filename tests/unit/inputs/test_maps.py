@@ -118,6 +118,7 @@ def test_types_are_converted_once_for_a_file(tmp_path: Path, monkeypatch: pytest
     assert visited == [pa.string(), TEXTS, pa.string()]
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("items", [0, 1, 3, 6, 11, 44])
 def test_a_map_takes_no_more_than_its_cost(items: int) -> None:
     least, kind, value = -(1 << 63), pa.int64(), 1 << 40

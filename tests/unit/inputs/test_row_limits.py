@@ -44,6 +44,7 @@ def _rows(path: Path, most: int = 20, **settings: Any) -> tuple[list[Row | RowFa
     return found, tracemalloc.get_traced_memory()[1]
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("ending", _PACK)
 def test_a_compressed_line_is_not_expanded_beyond_the_limit(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"in.jsonl{ending}"
@@ -56,6 +57,7 @@ def test_a_compressed_line_is_not_expanded_beyond_the_limit(tmp_path: Path, endi
     assert held < 16 << 20
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("ending", _PACK)
 def test_a_line_without_end_ends_the_input(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"in.jsonl{ending}"
@@ -64,6 +66,7 @@ def test_a_line_without_end_ends_the_input(tmp_path: Path, ending: str) -> None:
         _rows(path, max_row_bytes="100KiB")
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("ending", _PACK)
 def test_very_many_empty_lines_end_the_input(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"in.jsonl{ending}"
@@ -72,6 +75,7 @@ def test_very_many_empty_lines_end_the_input(tmp_path: Path, ending: str) -> Non
         _rows(path)
 
 
+@pytest.mark.traced
 def test_a_row_of_many_small_values_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"text": "a", "x": [' + b"[]," * 900_000 + b"[]]}\n")
@@ -81,6 +85,7 @@ def test_a_row_of_many_small_values_is_refused_before_it_is_parsed(tmp_path: Pat
     assert held < 24 << 20
 
 
+@pytest.mark.traced
 def test_a_row_of_many_members_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
     """Each takes 200 bytes, also when its text has ten."""
     path = tmp_path / "in.jsonl"
@@ -119,6 +124,7 @@ def test_two_million_tokens_fit_a_row() -> None:
     assert cost_of_json(b'{"text": "' + b"a, b. " * (2 << 20) + b'"}') < most_cost(16 << 20)
 
 
+@pytest.mark.traced
 def test_an_xz_file_does_not_allocate_the_dictionary_that_it_claims(tmp_path: Path) -> None:
     filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 28, "mode": lzma.MODE_FAST, "mf": lzma.MF_HC3}]
     packed = bytearray(lzma.compress(b'{"text": "a"}\n', filters=filters))
@@ -140,6 +146,7 @@ def test_all_frames_are_read_in_pieces_of_any_size(ending: str) -> None:
         DecompressedFile(io.BytesIO(packed[:-3]), DECOMPRESSORS[ending]).read()
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("ending", [".parquet", ".arrow"])
 def test_texts_that_rows_share_are_not_copied_to_all_of_them_at_once(tmp_path: Path, ending: str) -> None:
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 256, pa.int32()), pa.array(["x" * (2 << 20)]))
@@ -165,6 +172,7 @@ def test_texts_that_rows_share_are_not_copied_to_all_of_them_at_once(tmp_path: P
     assert taken == 256
 
 
+@pytest.mark.traced
 def test_a_long_list_of_null_values_is_not_allocated(tmp_path: Path) -> None:
     n = 1 << 24
     column = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), pa.nulls(n))
@@ -196,6 +204,7 @@ def _with_overlaps(kind: str, n: int) -> Any:
     return pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [lists])
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("kind", ["list view", "large list view", "runs", "dictionary", "dense union", "sparse union"])
 @pytest.mark.parametrize("place", ["column", "list", "structure", "map"])
 def test_types_whose_values_overlap_are_refused(tmp_path: Path, kind: str, place: str) -> None:
@@ -253,6 +262,7 @@ def test_each_row_of_a_batch_is_counted_with_its_own_bytes(kind: str) -> None:
     assert 12_000_000 < long < 12_001_000
 
 
+@pytest.mark.traced
 def test_a_table_with_the_documented_bytes_in_a_row_is_read(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a" * (2 << 20), "a" * (3 << 20)]}), tmp_path / "in.parquet")
     (first, second), _ = _rows(tmp_path / "in.parquet", max_row_bytes="2MiB")
@@ -261,6 +271,7 @@ def test_a_table_with_the_documented_bytes_in_a_row_is_read(tmp_path: Path) -> N
     assert "input.max_row_bytes" in second.reason
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("column", ["messages", "tools"])
 @pytest.mark.parametrize("unit", ["[]", '{"a":0}'])
 def test_a_json_text_of_many_values_refuses_its_row_before_it_is_parsed(tmp_path: Path, column: str, unit: str) -> None:
@@ -278,6 +289,7 @@ def test_a_json_text_of_many_values_refuses_its_row_before_it_is_parsed(tmp_path
     assert isinstance(longer, RowFate)
 
 
+@pytest.mark.traced
 def test_an_arrow_file_with_wrong_offsets_is_refused(tmp_path: Path) -> None:
     text = pa.array(["hello", "world"])
     path = tmp_path / "in.arrow"
@@ -498,6 +510,7 @@ def test_texts_that_are_stored_once_and_named_often_are_an_error(
             pass
 
 
+@pytest.mark.traced
 def test_nulls_are_removed_from_messages_and_tools_without_another_copy() -> None:
     more = [{"a": i, "none": None, "b": [{"none": None}]} for i in range(5000)]
     for read in (partial(as_messages, most=1 << 24), as_tools):
@@ -510,6 +523,7 @@ def test_nulls_are_removed_from_messages_and_tools_without_another_copy() -> Non
         assert more[0]["none"] is None, "expected the caller's row unchanged"
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize(
     "fields",
     [

@@ -89,6 +89,7 @@ def test_samples_are_spread_over_the_run():
     assert spread(keys, 99) == keys
 
 
+@pytest.mark.traced
 def test_states_are_computed_with_block_by_block() -> None:
     """A sample of a few KB may have many MB of states. Results between take several times as much."""
     store = MemoryStore()
@@ -113,6 +114,7 @@ def test_non_finite_rows_do_not_affect_the_figures(small_run: Store):
     assert not np.isfinite(numbers.chosen[0].norms).all()
 
 
+@pytest.mark.traced
 def test_only_some_of_many_layers_are_compared(monkeypatch: pytest.MonkeyPatch):
     """A small run may have thousands of layers. A product of [T, L, L] would take gigabytes."""
     store = MemoryStore()
@@ -194,6 +196,7 @@ def test_an_attempt_without_a_final_state_is_shown_as_vanished(tmp_path: Path):
     assert "1 replica<" in page
 
 
+@pytest.mark.traced
 def test_heartbeats_of_many_attempts_are_not_kept(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "new"))
     write_v1_run(store, {"meaning": {"model": "m", "layers": [1]}})

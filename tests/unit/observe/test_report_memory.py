@@ -21,6 +21,7 @@ from tests.harness.runs import RunWriter, store_run, whole
 from tests.harness.traced_memory import trace_memory
 
 
+@pytest.mark.traced
 def test_the_sums_of_wide_layers_are_limited_with_all_that_is_computed_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of 64 KB may have hundreds of layers of 100,000 channels."""
     store = MemoryStore()

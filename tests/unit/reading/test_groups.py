@@ -38,6 +38,7 @@ def test_a_group_ends_by_number_and_by_bytes(sizes: list[int], most: int, expect
     assert [len(group) for group in groups(map(item, sizes), most)] == expected
 
 
+@pytest.mark.traced
 def test_one_group_and_the_next_item_are_in_memory(limit: int) -> None:
     def made() -> Iterator[dict[str, Any]]:
         for _ in range(32):

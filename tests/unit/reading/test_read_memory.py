@@ -55,6 +55,7 @@ def taken(read: Any) -> int:
     return tracemalloc.get_traced_memory()[1]
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("tokens", [None, (0, 1), (100, 1100)])
 @pytest.mark.parametrize("layers", [None, [3], [5, 1, 2]])
 @pytest.mark.parametrize("chunk_tokens", [64, 4096])
@@ -81,6 +82,7 @@ def test_the_memory_of_a_read_is_counted(
     assert taken(read) <= states + load_bytes(sample, layers, tokens, arrays=["loss_mask"]) + SLACK
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("spec", [
     ItemSpec(layers=[3], framework="torch"),
     ItemSpec(layers=[3], framework="torch", max_tokens=1),
@@ -96,6 +98,7 @@ def test_the_memory_of_an_item_is_counted(spec: ItemSpec, hidden: int) -> None:
     assert taken(lambda: reader.make(0, 0)) <= counted + SLACK
 
 
+@pytest.mark.traced
 def test_only_the_named_arrays_are_loaded() -> None:
     """``other`` has 4 MiB."""
     spec = ItemSpec(layers=[3], max_tokens=1, loss_mask="off", rename={"label": "label"})
@@ -103,6 +106,7 @@ def test_only_the_named_arrays_are_loaded() -> None:
     assert taken(lambda: reader.make(0, 0)) < 4 << 20
 
 
+@pytest.mark.traced
 def test_an_answer_of_one_layer_reads_small_pieces_of_a_part_with_all_layers() -> None:
     sample = run_of(NoneCodec(), 1, 64, hidden=1024, layers=16).at(0)
     file = StatesFile(sample, Range(layers=(3,)))
@@ -144,6 +148,7 @@ def test_rows_that_alternate_among_many_parts_open_each_part_once() -> None:
     assert opened == names
 
 
+@pytest.mark.traced
 def test_a_kept_header_is_counted_with_its_memory() -> None:
     store = MemoryStore()
     store_run(
@@ -157,6 +162,7 @@ def test_a_kept_header_is_counted_with_its_memory() -> None:
     assert 0.5 < held / (kept_parts._PARSED * part.header_bytes) < 1.1
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("name", ["bad", "expires"])
 def test_metadata_of_one_segment_at_a_time_is_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded metadata of all segments takes up to 44 times the memory of its text."""

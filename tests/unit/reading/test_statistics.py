@@ -278,6 +278,7 @@ def test_rows_whose_statistics_could_not_be_stored_are_refused_before_they_are_r
         compute_statistics(open_run(store.url))
 
 
+@pytest.mark.traced
 def test_statistics_of_all_layers_together_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a few KB may have thousands of layers of many channels. All their arrays are in memory at once."""
     layers = tuple(range(10))

@@ -123,6 +123,7 @@ def test_a_missing_part_is_named_for_each_share_of_checked_parts() -> None:
         assert [p.part for p in verify_run(store, sample=0.1, seed=seed).problems] == [gone]
 
 
+@pytest.mark.traced
 def test_verify_takes_the_memory_of_one_chunk() -> None:
     wide = sample(hidden_size=1 << 18)  # one chunk of 10 MiB
     wide = replace(wide, states=np.zeros_like(wide.states), chunk_tokens=20)
@@ -236,6 +237,7 @@ def test_a_part_with_other_layers_than_the_run_lists_is_named(layers: list[int])
         assert problems[0].part.startswith("data/")
 
 
+@pytest.mark.traced
 def test_receipts_of_a_complete_run_are_in_memory_once() -> None:
     def row(i: int) -> RowFate:
         return RowFate(f"row-{i}", i, "failed", "", 0)

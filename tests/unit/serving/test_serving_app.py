@@ -671,6 +671,7 @@ def test_an_answer_opens_one_sample_at_a_time_and_none_while_it_waits_for_memory
     assert most == 3  # of three requests
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("unit", ["[]", '{"":0}', "[" * 70 + "]" * 70, '{"":' * 70 + "0" + "}" * 70, '"é"', "1.5"])
 def test_decoded_metadata_counts_as_memory_of_an_answer(tmp_path, unit):
     metadata = {"": json.loads(f"[{','.join([unit] * (60_000 // len(unit)))}]")}

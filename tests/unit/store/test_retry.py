@@ -145,6 +145,7 @@ def test_a_create_that_another_won_stays_a_conflict() -> None:
         store.put_if_absent("a", b"mine")
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("theirs", ["same", "another byte", "shorter", "longer"])
 def test_a_found_object_is_compared_in_pieces(tmp_path: Path, theirs: str) -> None:
     """A sample may have gigabytes, and several threads may lose their answers at once."""

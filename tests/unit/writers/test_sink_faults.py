@@ -173,6 +173,7 @@ def test_the_later_of_two_samples_under_one_path_is_kept(store):
     assert Part.open(store, "p.bin").token_ids(0).tolist() == list(range(3, 13))
 
 
+@pytest.mark.traced
 @pytest.mark.slow
 def test_a_sample_alone_is_held_once_while_it_is_stored(store):
     """It is held once while its store hangs: not as encoded layers and rows, nor as an additional byte string."""
