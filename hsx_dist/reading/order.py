@@ -33,6 +33,7 @@ from hsx_dist.format.place import Place
 _VERSION = "hsx-dataset/1"
 #: ``format`` of a ``MixedDataset``'s state.
 MIXED = "hsx-mixed/1"
+_MOST_DIVISIONS = 1000
 _Array = np.ndarray[Any, Any]
 
 
@@ -194,7 +195,12 @@ def restore(
         raise ConfigError(
             f"state: expected a history of shards and the samples that each took, got {str(state['history'])[:80]}"
         )
-    history = tuple(Dealt(n, tuple(taken)) for n, taken in state["history"])
+    history = tuple(Dealt(n, tuple(taken)) for n, taken in state["history"] if any(taken))
+    if len(history) > _MOST_DIVISIONS:  # each is a pass over all samples
+        raise ConfigError(
+            f"state: expected at most {_MOST_DIVISIONS} divisions of one epoch, got {len(history)}. Use another "
+            "checkpoint"
+        )
     left = samples
     for dealt in history:
         _require_shares(left, dealt.shards, enumerate(dealt.taken))

@@ -675,6 +675,7 @@ def test_two_states_of_one_shard_are_not_merged(url: str) -> None:
         {"history": [[1, [2**61]]]},
         {"history": [[2, [1, len(SAMPLES)]]]},
         {"history": [[1, [len(SAMPLES)]]], "taken": 1},
+        {"history": [[1, [1]]] * 1001},
     ],
 )
 def test_a_state_that_took_more_than_its_share_is_refused(url: str, change: dict[str, Any]) -> None:
@@ -682,7 +683,7 @@ def test_a_state_that_took_more_than_its_share_is_refused(url: str, change: dict
     state = dataset.state_dict()
     with pytest.raises(ConfigError, match=r"state: expected at most .* Use another checkpoint"):
         dataset.load_state_dict({**state, **change})
-    dataset.load_state_dict({**state, "taken": len(SAMPLES) // 2})
+    dataset.load_state_dict({**state, "taken": len(SAMPLES) // 2, "history": [[1, [0]]] * 2000})
     assert list(dataset) == []
 
 
