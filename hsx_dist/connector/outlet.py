@@ -37,7 +37,7 @@ class Outlet:
     def skip(self, skip: Skip) -> None:
         """Handle a request of which this rank ships nothing. Returns at once."""
         for column in skip.columns:
-            self.end.skip(skip.key, skip.reason, column, skip.of)
+            self.end.skip(skip.key, skip.reason, column, skip.of, final=skip.final)
 
     @property
     def pending(self) -> int:

@@ -246,7 +246,10 @@ class SchedulerHalf:
             return self._skip(known, request, reason)
         chosen = choose(options, prompt, tokens, refused)
         if chosen is None:
-            return self._skip(known, request, f"its loss mask selects none of {len(tokens)} tokens")
+            why = f"expected a loss mask with a 1 in it, got one that selects none of {len(tokens)} tokens"
+            # The seed of a row's sampling is the same in each try, so only an aborted answer may become longer.
+            final = request.status != RequestStatus.FINISHED_ABORTED
+            return self._skip(known, request, f"{why}. Correct the mask, or generate more tokens", final=final)
         points = options.points
         if chosen.mean_of and not (points := self._with_a_mean(points, refused)):
             return self._skip(known, request, refused["hidden_states_points"], refused=refused)
@@ -299,19 +302,22 @@ class SchedulerHalf:
         *,
         quiet: bool = False,
         conflict: bool = False,
+        final: bool = False,
         refused: dict[str, str] | None = None,
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._queue_skip(known, reason, quiet=quiet, conflict=conflict)
+        self._queue_skip(known, reason, quiet=quiet, conflict=conflict, final=final)
         refused = dict(known.options.refused) if refused is None else refused
         if request.num_computed_tokens == 0 and not refused:
             return False, None  # never scheduled: vLLM expects no answer
         return False, _nothing(reason, refused)
 
-    def _queue_skip(self, known: _KnownRequest, reason: str, *, quiet: bool = False, conflict: bool = False) -> None:
+    def _queue_skip(
+        self, known: _KnownRequest, reason: str, *, quiet: bool = False, conflict: bool = False, final: bool = False
+    ) -> None:
         options = known.options
         owner = self._owner(known)  # also for a request that was never scheduled: its rank stores the marker
         self._next.skipped.append(
-            Skip(options.id, options.key, options.name, owner, reason, quiet, conflict, known.request)
+            Skip(options.id, options.key, options.name, owner, reason, quiet, conflict, known.request, final=final)
         )
 
     def _covered(

@@ -67,6 +67,8 @@ class Skip:
     #: Numbers of the columns that this rank would have copied, and the sample's number of columns.
     columns: tuple[int, ...] = (0,)
     of: int = 1
+    #: A fact of the row is the reason, so another try would store nothing either.
+    final: bool = False
 
 
 @dataclass(slots=True)

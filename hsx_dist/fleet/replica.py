@@ -58,9 +58,16 @@ class RunningTask:
         reason = next((why for why in columns.values() if why is not None), None)
         if reason is None:
             self.result.shipped.append(shipped.key)
+        elif shipped.final:
+            row = next(row for row in self.task.rows if row.key == shipped.key)
+            self.refuse(row, "refused", reason)
         else:
             self.result.skipped.append((shipped.key, reason))
         return True
+
+    def refuse(self, row: Row, fate: Literal["refused", "failed"], reason: str) -> None:
+        """Record the outcome of a row that is not tried again."""
+        self.result.refused.append(RowFate(row.key, row.row, fate, reason, self.task.tries, row.content))
 
 
 class Replica:
@@ -261,8 +268,7 @@ class Replica:
                 encoded = self._encoder.encode(row)
                 self._add(row, encoded)
             except (InputError, ValueError, TypeError, *self._refusals) as e:
-                fate = fate_of(e, self._spec.rules.too_long)
-                running.result.refused.append(RowFate(row.key, row.row, fate, str(e), running.task.tries, row.content))
+                running.refuse(row, fate_of(e, self._spec.rules.too_long), str(e))
                 continue
             running.open.add(row.key)
             running.result.tokens += len(encoded.token_ids)

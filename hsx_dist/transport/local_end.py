@@ -71,9 +71,9 @@ class LocalEnd:
         """Ship pages whose copies have started, in the order in which the copies end. Returns at once."""
         self._thread.put(*pages)
 
-    def skip(self, key: str, reason: str, column: int = 0, columns: int = 1) -> None:
+    def skip(self, key: str, reason: str, column: int = 0, columns: int = 1, *, final: bool = False) -> None:
         """Report that nothing of a sample's column is stored, after all submitted pages. Returns at once."""
-        self._thread.put(Shipped(key, reason, column, columns))
+        self._thread.put(Shipped(key, reason, column, columns, final))
 
     @property
     def pending(self) -> int:

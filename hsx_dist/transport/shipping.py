@@ -21,12 +21,16 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """Every page of a column of ``key`` was sent to the writers, or nothing of the column is stored (``reason``)."""
+    """Every page of a column of ``key`` was sent to the writers, or nothing of the column is stored (``reason``).
+
+    ``final``: the reason is a fact of the row, so another try would store nothing either.
+    """
 
     key: str
     reason: str | None = None
     column: int = 0
     columns: int = 1
+    final: bool = False
 
 
 #: A page, and a call that blocks until its copy into the ring is done.

@@ -286,6 +286,20 @@ def test_tokens_that_select_nothing_are_refused_when_the_length_is_known():
     assert len(meta(scheduler).saves[0].token_ids) == 4
 
 
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ABORTED])
+def test_a_loss_mask_that_selects_nothing_is_final_unless_the_answer_was_cut(status):
+    scheduler = half()
+    asked = {"hidden_states_tokens": "loss_mask", "hidden_states_loss_mask": [0] * 4, "include_output_tokens": True}
+    r = request(4, 4, **asked)  # the one generated token has no state
+    r.status = status
+    assert not scheduler.request_finished(r, [3])[0]
+    (skip,) = meta(scheduler).skipped
+    assert "selects none of 4 tokens" in skip.reason
+    assert skip.final == (status is RequestStatus.FINISHED_STOPPED)
+    scheduler.request_finished(request(20, 16), [1])
+    assert not meta(scheduler).skipped[0].final  # another try may compute the rest
+
+
 def test_a_request_without_saving_does_not_affect_the_next_request():
     scheduler = half()
     held, answer = scheduler.request_finished(request(4, 4, hidden_states_save=False), [3])

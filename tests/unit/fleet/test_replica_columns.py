@@ -10,7 +10,9 @@ import pytest
 from hsx_dist.errors import InputError
 from hsx_dist.fleet.replica import RunningTask, fate_of
 from hsx_dist.fleet.tasks import Task, TaskResult
+from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs.encode import OutOfMemory, TooLong
+from hsx_dist.inputs.rows import Row
 from hsx_dist.transport.shipping import Shipped
 
 
@@ -38,6 +40,14 @@ def test_a_column_that_failed_fails_its_row_once_all_are_reported(running: Runni
 def test_a_row_of_which_nothing_is_shipped_is_answered_at_once(running: RunningTask) -> None:
     assert running.ship(Shipped("k", "too short"))
     assert (running.open, running.result.skipped) == (set(), [("k", "too short")])
+
+
+def test_a_row_that_itself_is_the_reason_is_refused_and_not_tried_again() -> None:
+    row = Row("k", 3, token_ids=[1])
+    running = RunningTask(Task(7, (row,), tries=1), TaskResult(7), Future(), {"k"})
+    assert running.ship(Shipped("k", "its mask selects none", final=True))
+    assert (running.open, running.result.skipped) == (set(), [])
+    assert running.result.refused == [RowFate("k", 3, "refused", "its mask selects none", 1, row.content)]
 
 
 def test_a_row_without_memory_fails_and_is_not_refused() -> None:

@@ -134,9 +134,10 @@ def test_a_sample_without_its_first_page_fails_alone(placement):
 
 def test_a_sample_of_which_nothing_is_stored_is_reported_after_the_pages_before_it(placement):
     placement.submit("a", some())
-    placement.end.skip("b", "too short")
+    placement.end.skip("b", "too short", final=True)
     until(lambda: len(placement.shipped) == 2)
-    assert [(s.key, s.reason) for s in placement.shipped] == [("a", None), ("b", "too short")]
+    told = [(s.key, s.reason, s.final) for s in placement.shipped]
+    assert told == [("a", None, False), ("b", "too short", True)]
     placement.wait_for("a")
 
 
