@@ -107,8 +107,15 @@ class _StrictLoader(yaml.SafeLoader):
     """Loads YAML in which a repeated key is an error: the first value would be lost silently.
 
     So are aliases that stand for too much text: later code visits each of them, and nested ones multiply.
-    So are integers of more than 64 bits. A value such as 12:30 is text, as in YAML 1.2, and no number to base 60.
+    So are integers of more than 64 bits, and tags of which JSON has no value, such as ``!!set``. A value such as 12:30
+    is text, as in YAML 1.2, and no number to base 60. So is a date.
     """
+
+    yaml_constructors = {  # noqa: RUF012 (PyYAML's own class attribute)
+        tag: construct
+        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in ("null", "bool", "str", "seq", "map")  # None: any other tag
+    }
 
     def __init__(self, text: str):
         super().__init__(text)
@@ -147,6 +154,9 @@ class _StrictLoader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        return str(self.construct_scalar(node))
+
     def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
         text = str(self.construct_scalar(node))
         if ":" in text:
@@ -167,6 +177,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 for _kind in ("int", "float"):
     _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _StrictLoader.construct_number)
+_StrictLoader.add_constructor("tag:yaml.org,2002:timestamp", _StrictLoader.construct_text)
 
 
 def _parse(text: str, where: str) -> Any:
@@ -174,12 +185,27 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: expected at most {_MAX_LENGTH:,} characters of YAML, got more. Shorten it")
     try:
         return yaml.load(text, _StrictLoader)  # noqa: S506 (a SafeLoader)
-    except Exception as e:  # noqa: BLE001 - also of the loader's own conversions: ValueError for the date 2024-13-01
+    except Exception as e:  # noqa: BLE001 - also of the loader's own conversions: ValueError for the number 0x_
         # str(e) would quote the text, which may contain a credential.
         mark = getattr(e, "problem_mark", None)
         at = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = _QUOTED.sub("…", getattr(e, "problem", None) or "other text")
         raise ConfigError(f"{where}:{at} expected YAML, got: {problem}. Correct the text there") from None
+
+
+def _texts(text: str) -> list[str]:
+    """Return the scalars of YAML, and the text outside of them: comments, anchors and tags, which no value has."""
+    loader = _StrictLoader(text)
+    scalars, outside, at = [], [], 0
+    while loader.check_token():
+        token = loader.get_token()
+        if isinstance(token, yaml.ScalarToken):
+            scalars.append(token.value)
+            begin, end = token.start_mark.index, token.end_mark.index
+            header = text[begin:end].splitlines()[0] if token.style in ("|", ">") else ""  # may have a comment
+            outside.append(text[at:begin] + header)
+            at = end
+    return [*scalars, " ".join([*outside, text[at:]])]
 
 
 def _override(settings: dict[str, Any], override: str, within: tuple[str, ...] = ()) -> None:
@@ -193,6 +219,7 @@ def _override(settings: dict[str, Any], override: str, within: tuple[str, ...] =
         raise ConfigError(f"expected an override as key.sub=value, got {came}. Write e.g. engine_kwargs.dtype=float32")
     value = text if is_env_reference(text) else _parse(text, name)
     refuse_on_command_line(value, (*within, *path))
+    refuse_on_command_line([] if value is text else _texts(text), ("…",))
     here = settings
     for i, part in enumerate(path[:-1]):
         inner = here.get(part)

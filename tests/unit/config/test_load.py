@@ -177,6 +177,16 @@ def test_keyword_arguments_for_other_libraries_are_not_changed() -> None:
     assert {name: getattr(config, name) for name in direct} == direct
 
 
+#: Values that JSON cannot hold, and lists of pairs, which are no mappings.
+TAGGED = ["!!set {x}", "!!binary eA==", "!!omap [{x: y}]", "!!pairs [{x: y}]", "!<https://me:pw@host> x"]
+
+
+def test_a_date_is_text() -> None:
+    assert load_config(None, ["engine_kwargs.x=[2024-01-31, !!timestamp 2024-01-31]"], **LEAST).engine_kwargs == {
+        "x": ["2024-01-31", "2024-01-31"]
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -185,7 +195,7 @@ def test_keyword_arguments_for_other_libraries_are_not_changed() -> None:
         ("a: [1\n", "line 2"),
         ("model: a\nmodel: b\n", "is given twice"),
         ("\tx", "expected YAML"),
-        ("output: 2024-13-45\n", "expected YAML"),
+        ("output: 0x_\n", "expected YAML"),
         (f"task_rows: {'9' * 5000}\n", "line 1, column 12 expected YAML, got: a number of more than 100 characters"),
         (f"task_rows: 0x{'f' * 5000}\n", "a number of more than 100 characters"),
         (f"engine_kwargs: {{a: 1.{'0' * 5000}}}\n", "a number of more than 100 characters"),
@@ -195,6 +205,7 @@ def test_keyword_arguments_for_other_libraries_are_not_changed() -> None:
         ("? {a: b}\n: c\n", "expected YAML"),
         (ALIASES, "line 5, column 55 expected YAML, got: aliases of more than 100,000 characters"),
         ("a: &a [*a]\n", "an alias within its own value"),
+        *((f"a: {value}\n", "expected YAML, got: could not determine a constructor for the tag …") for value in TAGGED),
     ],
 )
 def test_missing_and_malformed_files_are_refused(tmp_path: Path, text: str | None, words: str) -> None:

@@ -87,6 +87,10 @@ ADDRESSES = [
         f"store.storage_options.pass_phrase={SECRET}",
         f"store.storage_options.conn_string={SECRET}",
         f"store.storage_options.creds={{a: {SECRET}}}",
+        f"input.limit=5 # https://user:{SECRET}@host/x",
+        f"input.limit=&hf_{'a1' * 17} 5",
+        f"input.limit=&a 5 # ${{env:HOME}} Bearer {SECRET}",
+        f"engine_kwargs.x=| # https://user:{SECRET}@host/x\n text",
     ],
 )
 def test_a_credential_is_no_override(override: str) -> None:
@@ -158,6 +162,9 @@ def test_a_credential_in_a_text_is_hidden() -> None:
         "engine_kwargs.download_dir=./a:b@c",
         "input.path=github://org:repo@main/x",
         "store.storage_options.headers=[[Accept, json], [Authorization, '${env:HOME}'], [token, x, y]]",
+        "store.storage_options={token: 'anon'}",
+        "input.metadata=['token', 'source']",
+        "input.limit=&a 5 # at https://${env:HOME}:${env:HOME}@host/x",
     ],
 )
 def test_overrides_without_a_credential_are_accepted(override: str) -> None:
