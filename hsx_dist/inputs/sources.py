@@ -18,7 +18,7 @@ from fsspec.spec import AbstractBufferedFile
 from hsx_dist.config import InputConfig, is_local, public_url
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
-from hsx_dist.store.opening import ARCHIVE_SCHEMES, check_endpoints
+from hsx_dist.store.opening import ARCHIVE_SCHEMES, check_options
 from hsx_dist.store.web_answers import bounding_answers
 
 Format = Literal["jsonl", "text", "parquet", "arrow"]
@@ -147,10 +147,10 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     if is_local(config.path):
         # Not by url_to_fs, which would read a colon in a local name as the end of a scheme.
         return LocalFileSystem(), str(Path(config.path).expanduser().absolute())
-    check_endpoints(config.storage_options)
+    check_options(config.storage_options)
     _check_chain(config.path, shown)
     fs, path = fsspec.core.url_to_fs(config.path, **bounding_answers(config.path, config.storage_options))
-    check_endpoints(innermost(fs).storage_options)  # with those of fsspec's configuration
+    check_options(innermost(fs).storage_options)  # with those of fsspec's configuration
     if isinstance(innermost(fs), LocalFileSystem) and not isinstance(fs, LocalFileSystem):
         # Checks of local files look for links and FIFOs, which a cache hides.
         raise ConfigError(

@@ -119,7 +119,7 @@ class Redactor:
 
     def learn(self, secrets: Collection[str]) -> None:
         """Also remove ``secrets``: credentials that were found after the store was opened."""
-        new = {v for v in tuple(secrets) if len(v) >= 4}
+        new = {v for v in tuple(secrets) if isinstance(v, str) and len(v) >= 4}
         # Libraries quote the parts of a URL.
         values = {*self._secrets, *new, *map(quote, new), *map(quote_plus, new), *(quote(v, safe="") for v in new)}
         if len(values) > len(self._secrets):

@@ -17,6 +17,21 @@ log = get_logger(__name__)
 
 Backend = Literal["auto", "fsspec", "obstore"]
 _LOCAL = ("file", "local")
+#: Options that are a credential's text. YAML reads unquoted digits as a number. ``token`` may also be a mapping.
+_CREDENTIALS = frozenset(
+    {
+        "key",
+        "secret",
+        "token",
+        "password",
+        "aws_access_key_id",
+        "aws_secret_access_key",
+        "aws_session_token",
+        "account_key",
+        "sas_token",
+        "client_secret",
+    }
+)
 _EMULATOR = "STORAGE_EMULATOR_HOST"
 #: Schemes for which obstore is tried first.
 _FAST = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
@@ -54,7 +69,7 @@ def open_store(
         raise ConfigError("expected the url of a store or the path of a folder, got an empty one. Set it")
     check_no_credentials(url)
     storage_options = _with_configuration(url, storage_options)
-    check_endpoints(storage_options or {})
+    check_options(storage_options or {})
     if retry_seconds < 0:
         raise ConfigError(f"retry_seconds: expected 0 or more, got {retry_seconds}. Set 0 for no retries")
     return RetryStore(_open(url, storage_options, backend), RetryPolicy(seconds=retry_seconds), on_retry=on_retry)
@@ -77,12 +92,20 @@ def _with_configuration(url: str, options: Mapping[str, Any] | None) -> Mapping[
         return options
 
 
-def check_endpoints(options: Mapping[str, Any]) -> None:
-    """Check the endpoints in fsspec's options and in the environment. Raises ``ConfigError``, without their text."""
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the endpoints in fsspec's options and in the environment, and that credentials are texts.
+
+    Raises ``ConfigError``, without their text.
+    """
     client = options.get("client_kwargs") or {} if isinstance(options, Mapping) else {}
     for name, mapping in {"storage_options": options, "storage_options.client_kwargs": client}.items():
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"{name}: expected a mapping, got {type(mapping).__name__}. Give names and values")
+        for setting in _CREDENTIALS & mapping.keys():
+            value = mapping[setting]
+            if isinstance(value, (int, float, list, tuple)) and not isinstance(value, bool):
+                kind = "a list" if isinstance(value, (list, tuple)) else "a number"
+                raise ConfigError(f"{name}.{setting}: expected text, got {kind}. Put it in quotes")
     for given in (options, client):
         if given.get("endpoint_url"):
             check_endpoint(str(given["endpoint_url"]), "storage_options.endpoint_url")

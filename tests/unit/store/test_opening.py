@@ -12,6 +12,7 @@ from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.inputs.listing import find_input
 from hsx_dist.store import open_store
+from hsx_dist.store.faults import Redactor
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.opening import Backend
 
@@ -149,6 +150,27 @@ def test_an_endpoint_is_http_and_a_host(endpoint: str, backend: Backend, monkeyp
         with pytest.raises(ConfigError, match=f"{name}: expected http://HOST"):
             open_store("s3://b/x", backend=backend)
         monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("value", [12345678, 1234.5678, ["12345678"]])
+@pytest.mark.parametrize("name", ["key", "secret", "token", "client_kwargs.aws_secret_access_key"])
+def test_a_credential_is_text(name: str, value: object) -> None:
+    outer, _, inner = name.rpartition(".")
+    options: dict[str, object] = {"key": "k", "secret": "s"}
+    options |= {outer: {inner: value}} if outer else {inner: value}
+    expected = rf"storage_options.{name}: expected text, got a (number|list)\. Put it in quotes"
+    for backend in BACKENDS:
+        with pytest.raises(ConfigError, match=expected) as told:
+            open_store("s3://b/x", options, backend=backend)
+        assert "1234" not in str(told.value)
+    with pytest.raises(ConfigError, match=expected):
+        find_input(InputConfig.model_construct(path="s3://b/x.jsonl", storage_options=options))
+
+
+def test_a_credential_that_is_no_text_is_not_searched_for() -> None:
+    redact = Redactor({}, {})
+    redact.learn([12345678, True, "hunter2"])  # type: ignore[list-item]
+    assert redact("12345678 hunter2") == "12345678 (not shown)"
 
 
 @pytest.mark.parametrize("backend", ["obstore", "auto", "fsspec"])
