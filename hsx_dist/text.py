@@ -74,6 +74,14 @@ def bounded(text: object, limit: int = MAX_REASON) -> str:
     return printable(redacted(str(text)), limit)
 
 
+def head(text: str, limit: int) -> str:
+    """Return the first ``limit`` characters of the redacted text, for a message that quotes them.
+
+    Redacts before it cuts, as ``bounded``. The time has a limit for a text of any length.
+    """
+    return redacted(text)[:limit]
+
+
 def ascii_json(value: Any, *, indent: int | None = None) -> str:
     """Encode JSON of printable ASCII and line breaks. NumPy's numbers become numbers, other types text."""
     # The json module does not escape DEL. Outside of strings it cannot occur.

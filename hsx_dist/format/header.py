@@ -18,6 +18,7 @@ from hsx_dist.format.description import (
     plain_description,
 )
 from hsx_dist.format.json_objects import STRING, check_containers, parse_json, shown
+from hsx_dist.text import head
 
 #: The largest tensor begins at a multiple of this, so that mapped memory and direct disk I/O need no copy to align it.
 _PAGE_BYTES = 4096
@@ -132,7 +133,8 @@ def _check_table(entries: Mapping[str, Any], expected: Mapping[str, Tensor]) -> 
         name = min([*wrong, *(entries.keys() - expected.keys())])
         wanted = _entry(expected[name]) if name in expected else "none"
         raise FormatError(
-            f"tensor {name[:80]!r}: expected {wanted}, as in the description, got {str(entries.get(name))[:160]}"
+            f"tensor {head(name, 80)!r}: expected {wanted}, as in the description, got "
+            f"{head(str(entries.get(name)), 160)}"
         )
 
 
@@ -141,7 +143,7 @@ def _tensor(name: str, entry: Any) -> Tensor:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if len(entry) == 3:
             if all(type(v) is int and v >= 0 for v in (*shape, begin, end)) and begin <= end:
                 return dtype, tuple(shape), (begin, end)
-    raise FormatError(f"tensor {name[:80]!r}: expected dtype, shape and data_offsets, got {shown(entry)}")
+    raise FormatError(f"tensor {head(name, 80)!r}: expected dtype, shape and data_offsets, got {shown(entry)}")
 
 
 def _check_plain(description: Description, table: Mapping[str, Tensor], data_bytes: int) -> None:
@@ -149,13 +151,13 @@ def _check_plain(description: Description, table: Mapping[str, Tensor], data_byt
         got = table.get(name)
         if got is None or got[:2] != (dtype, shape) or got[2][1] - got[2][0] != end - begin:
             raise FormatError(
-                f"tensor {name!r}: expected {dtype} {list(shape)} in {end - begin} bytes, got {str(got)[:160]}"
+                f"tensor {name!r}: expected {dtype} {list(shape)} in {end - begin} bytes, got {head(str(got), 160)}"
             )
     last = 0
     for name, (_, _, (begin, end)) in sorted(table.items(), key=lambda item: item[1][2]):
         if begin != last:
             raise FormatError(
-                f"tensor {name[:80]!r}: expected to begin at {last}, the end of the tensor before, got {begin}"
+                f"tensor {head(name, 80)!r}: expected to begin at {last}, the end of the tensor before, got {begin}"
             )
         last = end
     if last != data_bytes:

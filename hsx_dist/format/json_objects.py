@@ -14,6 +14,7 @@ from typing import Any
 from hsx_dist.errors import AlreadyExists, FormatError, IntegrityError, NotFound
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.store.base import Store
+from hsx_dist.text import head
 
 #: The largest JSON object that is read or written, except receipts. Parsed, JSON takes up to 25 times its size.
 MAX_JSON_BYTES = 4 << 20
@@ -148,7 +149,7 @@ def shown(value: Any) -> str:
     """A JSON value for an error message, shortened to 80 characters."""
     if isinstance(value, dict | list | tuple):  # not printed: it may be large or deep
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
-    return repr(value)[:80] if isinstance(value, str) else str(value)[:80]
+    return repr(head(value, 80))[:80] if isinstance(value, str) else str(value)[:80]
 
 
 def get_small(store: Store, name: str, most: int, size: int | None = None) -> bytes:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hsx_dist.errors import FormatError
 from hsx_dist.format.json_objects import count_members, json_decoder, json_errors, too_many
+from hsx_dist.text import head
 
 #: The most members of an object. Readers know few, and skip others.
 MOST_MEMBERS = 1_000
@@ -46,7 +47,7 @@ def members_at(text: str, at: int, known: Mapping[str, ReadValue], skip: FindEnd
     while more:
         name, at = _DECODE(text, at) if text[at : at + 1] == '"' else (None, at)
         if name is None or name in body:
-            raise FormatError(f"expected JSON with each name once, got {str(name)[:40]!a} at character {at}")
+            raise FormatError(f"expected JSON with each name once, got {head(str(name), 40)!a} at character {at}")
         count += 1
         if count > MOST_MEMBERS:
             raise FormatError(f"expected at most {MOST_MEMBERS} members, got more")

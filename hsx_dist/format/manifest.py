@@ -16,6 +16,7 @@ from hsx_dist.format.names import receipt_name
 from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
 from hsx_dist.format.sample_record import SampleRecord, Totals
 from hsx_dist.format.segments import SegmentTable, whole
+from hsx_dist.text import head
 
 __all__ = [
     "Manifest",
@@ -323,7 +324,7 @@ class Manifest:
             attempt, part = attempt_name(self._receipt(place).attempt), self._part(place)
             if attempt in parts and part not in self._void:
                 parts[attempt].add(part)
-        what = f"sample {key[:_SHOWN]!r}"
+        what = f"sample {head(key, _SHOWN)!r}"
         return [
             f"{what}: attempt {int.from_bytes(attempt)} stored it with different tokens ({_some(names)})"
             for attempt, names in parts.items()

@@ -21,7 +21,7 @@ from hsx_dist.format.known_members import end_of, parse_members
 from hsx_dist.format.names import LARGEST_NUMBER, MAX_KEY, MAX_LABEL, WRITER, parse_part_name
 from hsx_dist.format.segment_info import MAX_COLUMNS, MAX_TOKENS
 from hsx_dist.format.segments import SegmentProof, SegmentTable
-from hsx_dist.text import MAX_REASON, bounded, printable
+from hsx_dist.text import MAX_REASON, bounded, head, printable
 
 __all__ = ["Receipt", "RowFate", "SegmentProof"]
 
@@ -225,11 +225,11 @@ def _receipt(b: _Json) -> Receipt:
         void=tuple(map(_lost_part, b.get("void", ()))),
     )
     if not WRITER.fullmatch(receipt.writer):
-        raise ValueError(f"writer: expected a writer's name, got {receipt.writer[:80]!r}")
+        raise ValueError(f"writer: expected a writer's name, got {head(receipt.writer, 80)!r}")
     # Retention deletes the parts that receipts name, so a receipt may name only a part that its writer stored.
     own = (receipt.attempt, receipt.writer)
     if part is not None and (not _PART.fullmatch(part) or (parse_part_name(part) or ())[:2] != own):
-        raise ValueError(f"part: expected the name of a part of writer {receipt.writer}, got {part[:80]!r}")
+        raise ValueError(f"part: expected the name of a part of writer {receipt.writer}, got {head(part, 80)!r}")
     if not _HEX8.fullmatch(receipt.crc32c):
         raise ValueError(f"crc32c: expected 8 hex digits, got {receipt.crc32c!r}")
     if receipt.header_bytes > receipt.size:

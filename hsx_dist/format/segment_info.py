@@ -17,6 +17,7 @@ from hsx_dist.format.codecs.base import itemsize
 from hsx_dist.format.json_objects import number, shown
 from hsx_dist.format.loss import Loss
 from hsx_dist.page import CARRIER, FLOATS, HIDDEN_STATES, Segment
+from hsx_dist.text import head
 
 #: Raw bytes of one chunk of one layer: a reader allocates them to decode it.
 MAX_CHUNK_BYTES = 256 << 20
@@ -218,7 +219,7 @@ def segment_info(d: dict[str, Any], codec: Codec, schema: str) -> SegmentInfo:
     segment = Segment(key, index, start, stop, total, meta=meta, **_column(d))
     dtype = typed_member(d, "dtype", str)
     if dtype not in CARRIER:
-        raise FormatError(f"dtype: expected one of {', '.join(CARRIER)}, got {dtype[:40]!r}")
+        raise FormatError(f"dtype: expected one of {', '.join(CARRIER)}, got {head(dtype, 40)!r}")
     layer_ids = _ints(typed_member(d, "layer_ids", list), 0, MAX_HIDDEN_SIZE, "layer_ids")
     bounded_int("layers", len(layer_ids), 1, MAX_LAYERS)
     if len(set(layer_ids)) != len(layer_ids):
@@ -259,7 +260,7 @@ def column_error(info: SegmentInfo) -> str | None:
     """An error message if a segment's column is invalid, else ``None``."""
     s = info.segment
     if not _POINT.fullmatch(s.point):
-        return f"point: expected a name of at most 64 lower-case letters, digits and '_', got {s.point[:80]!r}"
+        return f"point: expected a name of at most 64 lower-case letters, digits and '_', got {head(s.point, 80)!r}"
     if not 0 <= s.column < s.columns <= MAX_COLUMNS:
         return f"column: expected one from 0 of at most {MAX_COLUMNS} columns, got {s.column} of {s.columns}"
     if not 0 <= s.shard < s.shards <= s.columns:
@@ -291,7 +292,7 @@ def _attachment(name: str, item: Any) -> Attachment:
             made = Attachment(dtype, dims, bounded_int("attached", crc, 0, 0xFFFFFFFF))
             if made.is_small:
                 return made
-    raise FormatError(f"attached {name[:80]!r}: expected a dtype, a small shape and a crc32c, got {shown(item)}")
+    raise FormatError(f"attached {head(name, 80)!r}: expected a dtype, a small shape and a crc32c, got {shown(item)}")
 
 
 def _table(d: Mapping[str, Any], name: str, shape: tuple[int, int], most: int) -> tuple[tuple[int, ...], ...]:

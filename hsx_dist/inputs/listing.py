@@ -31,6 +31,7 @@ from hsx_dist.inputs.sources import (
     with_config_errors,
 )
 from hsx_dist.inputs.web import check_web_file, is_web, no_web_file
+from hsx_dist.text import head
 
 #: Limit of the folders of a zip file's member, and of the characters of its path. All beginnings of a path are kept.
 _DEEPEST, _LONGEST_PATH = 255, 4096
@@ -318,7 +319,8 @@ def _once(names: list[Any], folder: str) -> list[Any]:
     for name, count in Counter(name for name in names if isinstance(name, str)).items():
         if count > 1:
             raise ConfigError(
-                f"input.path: expected different names of splits and files in {public_url(folder)}, got {name[:200]!r} "
+                f"input.path: expected different names of splits and files in {public_url(folder)}, got "
+                f"{head(name, 200)!r} "
                 f"{count} times in the saved data set's JSON. Save the data set again"
             )
     return names
@@ -333,12 +335,14 @@ def _within(fs: Any, folder: str, name: Any) -> str:
     path = f"{folder}/{name}"
     if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0?#%]|::", name):
         raise ConfigError(
-            f"input.path: expected names of files in {public_url(folder)}, got {str(name)[:200]!r} in the saved data "
+            f"input.path: expected names of files in {public_url(folder)}, got {head(str(name), 200)!r} in the "
+            "saved data "
             "set's JSON. Save the data set again, or name its files yourself (a glob such as *.arrow)"
         )
     if isinstance(fs, LocalFileSystem) and Path(path).resolve().parent != Path(folder).resolve():
         raise ConfigError(
-            f"input.path: expected {name[:200]!r} within {folder}, got a link to another folder. Copy the data set "
+            f"input.path: expected {head(name, 200)!r} within {folder}, got a link to another folder. Copy the "
+            "data set "
             "with its files (cp -rL), or name them yourself (a glob such as *.arrow)"
         )
     return path

@@ -12,6 +12,7 @@ from typing import Any
 from uuid import UUID
 
 from hsx_dist.errors import InputError
+from hsx_dist.text import head
 
 #: Nested lists and objects of one field. json, pickle and jinja recurse, and fail at a few hundred levels.
 MAX_DEPTH = 64
@@ -102,7 +103,7 @@ def _members(value: dict[Any, Any], name: str) -> dict[str, Any]:
             raise InputError(f"{name}: expected names of members to be strings, got {kind_of(key)}. Use strings")
         key = str(_checked(key, name))
         if key in found:
-            raise InputError(f"{name}: expected each member once, got {key[:80]!r} twice. Remove one of them")
+            raise InputError(f"{name}: expected each member once, got {head(key, 80)!r} twice. Remove one of them")
         found[key] = item
     return found
 
@@ -155,7 +156,7 @@ def shown(value: Any) -> str:
     """Return a number or short text in quotation marks, or the kind of any other value, which may be very large."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
-    return repr(str(value)[:40]) if isinstance(value, (int, float, str)) else kind_of(value)
+    return repr(head(str(value), 40)) if isinstance(value, (int, float, str)) else kind_of(value)
 
 
 def row_json(text: str) -> Any:

@@ -20,6 +20,7 @@ from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.store.opening import ARCHIVE_SCHEMES, check_options
 from hsx_dist.store.web_answers import bounding_answers
+from hsx_dist.text import head
 
 Format = Literal["jsonl", "text", "parquet", "arrow"]
 _T = TypeVar("_T")
@@ -122,7 +123,8 @@ class Input:
                 info = self._fs.info(path)
                 if encoding := info.get("contentEncoding"):
                     raise ConfigError(
-                        f"input.path: expected an object without a Content-Encoding, got {str(encoding)[:50]!r} at "
+                        f"input.path: expected an object without a Content-Encoding, got "
+                        f"{head(str(encoding), 50)!r} at "
                         f"{public_url(path)}. Store it without, and end its name in .gz or .zst if it is compressed"
                     )
                 return info.get("size")  # type: ignore[no-any-return]
@@ -193,7 +195,8 @@ def check_file(fs: Any, path: str) -> None:
     member = members.getinfo(path.lstrip("/"))
     if member.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
         raise ConfigError(
-            f"input.path: expected {path[:200]} in the zip file stored or deflated, got another compression. Extract it"
+            f"input.path: expected {head(path, 200)} in the zip file stored or deflated, got another "
+            "compression. Extract it"
         )
     if len(members.filelist) > len(members.NameToInfo):  # zipfile reads only the last one of a name
         raise ConfigError(

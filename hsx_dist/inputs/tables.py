@@ -24,7 +24,7 @@ from hsx_dist.inputs.arrow_files import (
 from hsx_dist.inputs.maps import Converters, converters
 from hsx_dist.inputs.row_cost import cost_of_columns
 from hsx_dist.inputs.times import CHANGED_TIME, TimeChecks, rows_of_changed_times, time_checks
-from hsx_dist.text import bounded
+from hsx_dist.text import bounded, head
 
 #: The first version of pyarrow with ``arrow_extensions_enabled``. Its memory pool returns the sum of all allocations.
 _PYARROW = 21
@@ -353,7 +353,8 @@ def _arrow(
 def _chosen(there: list[str], columns: Sequence[str], needed: Sequence[str], shown: str) -> list[str]:
     if not set(needed) & set(there):
         raise ConfigError(
-            f"input: expected one of the columns {', '.join(needed)} in {shown}, got {', '.join(there)[:400]}. Name "
+            f"input: expected one of the columns {', '.join(needed)} in {shown}, got "
+            f"{head(', '.join(there), 400)}. Name "
             "yours with input.text, input.messages or input.token_ids"
         )
     chosen = [name for name in dict.fromkeys(columns) if name in there]

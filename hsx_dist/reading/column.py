@@ -17,6 +17,7 @@ from hsx_dist.format.json_objects import MemberCheck, count, list_of, object_of
 from hsx_dist.format.loss import Loss
 from hsx_dist.format.segments import SegmentProof
 from hsx_dist.page import HIDDEN_STATES, token_hash
+from hsx_dist.text import head
 
 #: Name of the attached array that marks the tokens that count in training.
 LOSS_MASK = "loss_mask"
@@ -70,7 +71,7 @@ class SampleColumn:
                 )
             self._infos[i] = info
             if i and not _is_of_one_column(info, self.first):
-                raise FormatError(f"sample {self.key[:80]!a}: expected segments of {self.first}, got {info}")
+                raise FormatError(f"sample {head(self.key, 80)!a}: expected segments of {self.first}, got {info}")
         return info
 
     def token_ids(self) -> np.ndarray[Any, Any]:
@@ -257,7 +258,8 @@ class PointColumns:
         facts = len(infos), first.segment.head, first.dtype, set(first.layer_ids)
         if shards != [(i, *facts) for i in range(len(infos))]:
             raise IntegrityError(
-                f"sample {self.columns[0].key[:80]!a}: expected the shards of point {first.segment.point!r}, each once "
+                f"sample {head(self.columns[0].key, 80)!a}: expected the shards of point "
+                f"{first.segment.point!r}, each once "
                 f"and with the same layers, got {[str(x.segment) for x in infos][:4]}"
             )
         width = sum(x.hidden_size for x in infos)
@@ -340,7 +342,9 @@ def _check_size(parts: Mapping[str, Part], nbytes: int) -> None:
 def require_same_ids(ids: Sequence[np.ndarray[Any, Any]], key: str) -> None:
     """Raise ``IntegrityError`` if columns of a sample have other token ids than the first column."""
     if not all(np.array_equal(ids[0], other) for other in ids[1:]):
-        raise IntegrityError(f"sample {key[:80]!a}: expected columns of the same token ids, got different token ids")
+        raise IntegrityError(
+            f"sample {head(key, 80)!a}: expected columns of the same token ids, got different token ids"
+        )
 
 
 def points_of(columns: Sequence[SampleColumn]) -> dict[str, PointColumns]:

@@ -26,6 +26,7 @@ from hsx_dist.reading.column import (
     require_same_ids,
     unpacked,
 )
+from hsx_dist.text import head
 
 #: A range of tokens: a slice (step 1) or ``(start, stop)``. Negative numbers count from the sample's end.
 Tokens = slice | tuple[int, int]
@@ -284,14 +285,16 @@ class Sample:
         told, found = {proof.sample_hash for proof in self._segments} - {""}, token_hash(first)
         if not told <= {found} and not is_mean(self._columns[0].first.segment.meta):
             raise IntegrityError(
-                f"sample {self.key[:80]!a}: expected token ids of hash {min(told)}, as in its receipts, got {found}"
+                f"sample {head(self.key, 80)!a}: expected token ids of hash {min(told)}, as in its receipts, "
+                f"got {found}"
             )
 
     def _mask(self, attached: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
         mask = attached[LOSS_MASK]
         if mask.shape != (self.num_tokens,):
             raise FormatError(
-                f"sample {self.key[:80]!a}: expected a loss mask of {self.num_tokens} tokens, got shape {mask.shape}"
+                f"sample {head(self.key, 80)!a}: expected a loss mask of {self.num_tokens} tokens, got shape "
+                f"{mask.shape}"
             )
         return (mask != 0).astype(np.int64)
 
@@ -362,7 +365,8 @@ class Sample:
         if found is None:
             stored = ", ".join(self._by_point())
             raise ConfigError(
-                f"sample {self.key[:80]!a}: expected one of the points {stored}, got {name!r}. Request one of these"
+                f"sample {head(self.key, 80)!a}: expected one of the points {stored}, got {name!r}. Request one "
+                "of these"
             )
         return found
 

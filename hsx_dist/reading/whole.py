@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.text import head
 
 
 def require_whole(key: str, meta: Mapping[str, Any]) -> None:
@@ -17,6 +18,7 @@ def require_whole(key: str, meta: Mapping[str, Any]) -> None:
     if isinstance(chosen, Mapping) and (chosen.get("start"), chosen.get("step")) != (0, 1):
         facts = ", ".join(f"{name}={value!r:.40}" for name, value in chosen.items())
         raise ConfigError(
-            f"sample {key[:200]!a}: expected a whole sample, got a selection of its tokens ({facts:.200}). Extract "
+            f"sample {head(key, 200)!a}: expected a whole sample, got a selection of its tokens ({facts:.200}). "
+            "Extract "
             "with select: all"
         )

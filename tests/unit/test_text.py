@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 import hsx_dist
+from hsx_dist.format import json_objects
 from hsx_dist.format.receipt import RowFate
+from hsx_dist.inputs import row_values
 from hsx_dist.reading import Problem
-from hsx_dist.text import MAX_REASON, MAX_SHOWN, ascii_json, bounded, printable, printable_lines
+from hsx_dist.text import MAX_REASON, MAX_SHOWN, ascii_json, bounded, head, printable, printable_lines
 from tests.harness.traced_memory import trace_memory
 
 HOSTILE = "a\x1b[2J\r\n\x7f\x9b31m\u202e\u2066\u200b\u2028\ufeff\U000e0041\ud800b"
@@ -51,6 +53,13 @@ def test_the_limit_counts_printed_characters(text):
     assert printable(text).startswith(shown.removesuffix("…"))
     assert shown.endswith("…") == (len(printable(text)) > MAX_REASON)
     assert shown.removesuffix("…").encode().decode("unicode_escape") in text  # no escape is cut
+
+
+@pytest.mark.parametrize("show", [lambda text: head(text, 40), row_values.shown, json_objects.shown])
+def test_a_credential_is_not_shown_in_part_where_a_quoted_text_is_cut(show):
+    for text in (f"admin:{'Passw0rd' * 10}@db.example.com", f"https://me:{'Passw0rd' * 10}@host/x"):
+        assert "Passw0rd" not in show(text)
+        assert len(show(text + "x" * (1 << 26))) <= 80  # in little time
 
 
 def test_a_line_break_begins_no_line_at_the_margin():

@@ -18,7 +18,7 @@ from hsx_dist.format.codecs.split import SplitCodec
 from hsx_dist.format.codecs.zstd import ZstdCodec
 from hsx_dist.format.json_objects import shown
 from hsx_dist.page import FLOATS
-from hsx_dist.text import bounded
+from hsx_dist.text import bounded, head
 
 #: Name → class. The keys of ``to_dict`` besides ``name`` are the class's arguments.
 CODECS: dict[str, type[Codec]] = {c.name: c for c in (NoneCodec, ZstdCodec, SplitCodec, Fp8TokenCodec)}
@@ -95,7 +95,8 @@ def codec_from_dict(d: Mapping[str, Any]) -> Codec:
     codec = _find(name) if isinstance(name, str) else None
     if codec is None:
         raise UnknownCodec(
-            f"expected a codec that is known here ({', '.join(sorted(CODECS))}), got {str(name)[:80]!r}. Install its "
+            f"expected a codec that is known here ({', '.join(sorted(CODECS))}), got {head(str(name), 80)!r}. "
+            "Install its "
             "package, register it with hsx_dist.register_codec, or use a newer hsx_dist"
         )
     try:

@@ -185,6 +185,8 @@ def test_a_duplicate_id_is_refused_under_its_row_number(tmp_path: Path) -> None:
     assert isinstance(second, RowFate)
     assert second.key == "in#00000001"
     assert "duplicate id '7'" in second.reason
+    _, second = rows_from([{"id": f"admin:{'Passw0rd' * 20}@host", "text": "x"}] * 2, InputConfig())
+    assert "duplicate id 'admin:(not shown)@host'" in second.reason
 
 
 @pytest.mark.parametrize(
