@@ -22,7 +22,7 @@ from hsx_dist.inputs.arrow_files import (
     with_uuids_as_text,
 )
 from hsx_dist.inputs.maps import Converters, converters
-from hsx_dist.inputs.row_cost import cost_of_columns
+from hsx_dist.inputs.row_cost import cost_of_columns, referenced_bytes
 from hsx_dist.inputs.times import CHANGED_TIME, TimeChecks, rows_of_changed_times, time_checks
 from hsx_dist.text import bounded, head
 
@@ -282,7 +282,10 @@ def _parquet(
     rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
     # One row group at a time: Arrow cannot join nested dictionaries of two groups in a batch.
     for i in range(len(groups)):
-        yield from parquet.iter_batches(batch_size=rows, columns=chosen, row_groups=[i])
+        for batch in parquet.iter_batches(batch_size=rows, columns=chosen, row_groups=[i]):
+            # Arrow copies each dictionary for each batch.
+            allowance.take(allocated=sum(map(referenced_bytes, batch.columns)))
+            yield batch
 
 
 def _leaves(metadata: Any, columns: Sequence[str]) -> dict[int, Any]:
@@ -344,8 +347,8 @@ def _arrow(
         batch.validate()
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             part = _new_part(column, known, name)
+            allowance.take(decoded=referenced_bytes(part))  # all that was decoded, also what no row uses
             _check(part)
-            allowance.take(decoded=part.get_total_buffer_size())  # all that was decoded, also what no row uses
         yield batch
     count_allocated()
 

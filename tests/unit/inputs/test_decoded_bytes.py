@@ -18,8 +18,8 @@ import pytest
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.inputs import allowance
-from hsx_dist.inputs.row_cost import cost_of_columns
+from hsx_dist.inputs import allowance, tables
+from hsx_dist.inputs.row_cost import cost_of_columns, referenced_bytes
 from hsx_dist.inputs.rows import Row, read_rows
 from tests.harness.traced_memory import trace_memory
 
@@ -170,6 +170,72 @@ def test_dictionaries_that_no_row_uses_are_counted(tmp_path: Path, column: str) 
             continue
         with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
             _read(path)
+
+
+def _views(kind: Any, n: int, text: bytes) -> Any:
+    """Return ``n`` views of one text, as an Arrow array."""
+    view = len(text).to_bytes(4, "little") + text[:4] + bytes(8)
+    return pa.Array.from_buffers(kind, n, [None, pa.py_buffer(view * n), pa.py_buffer(text)])
+
+
+def _in_lists(values: Any) -> Any:
+    return pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.binary_view()], ids=str)
+@pytest.mark.parametrize("place", ["column", "list", "structure", "map", "dictionary"])
+@pytest.mark.usefixtures("mebibyte")
+def test_the_text_of_views_is_counted_for_each_view_before_it_is_checked(
+    tmp_path: Path, kind: Any, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = 4096
+    views = _views(kind, n, b"a" * 65_536)
+    column = {
+        "column": views,
+        "list": _in_lists(views),
+        "structure": pa.StructArray.from_arrays([views], ["a"]),
+        "map": pa.MapArray.from_arrays(pa.array([0, n], pa.int32()), pa.array(list(map(str, range(n)))), views),
+        "dictionary": pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), views),
+    }[place]
+    _write(tmp_path / "a.arrow", [pa.record_batch({"text": column})])
+    monkeypatch.setattr(tables, "_check", None)
+    with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
+        _read(tmp_path / "a.arrow")
+
+
+@pytest.mark.usefixtures("mebibyte")
+def test_a_dictionary_in_parquet_is_counted_for_each_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow copies the dictionary for each batch."""
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 1)
+    texts = ["a", *(f"{i:04}" + "a" * 2000 for i in range(100))]
+    path = tmp_path / "a.parquet"
+    for rows, accepted in ((512, True), (4096, False)):
+        places = pa.array([*range(101), *[0] * (rows - 101)], pa.int32())
+        column = pa.DictionaryArray.from_arrays(places, pa.array(texts))
+        pq.write_table(pa.table({"text": column}), path, compression="zstd")
+        if accepted:
+            assert len(_read(path)) == rows
+            continue
+        with pytest.raises(FormatError, match="for each stored byte"):
+            _read(path)
+
+
+def test_a_dictionary_is_counted_for_each_field_that_refers_to_it() -> None:
+    encoded = pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), pa.array(["a"] * 1000))
+    fields = pa.StructArray.from_arrays([encoded] * 50, [f"f{i}" for i in range(50)])
+    for column in (fields, _in_lists(fields), pa.FixedSizeListArray.from_arrays(fields, 1)):
+        assert 50 * 5000 <= referenced_bytes(column) < 50 * 6000
+
+
+def test_views_that_are_null_have_no_length() -> None:
+    views = pa.array(["a" * 20, None, "b" * 30], pa.string_view())
+    lengths = bytes([0xFF, 0xFF, 0xFF, 0x7F])
+    buffers = views.buffers()
+    stored = buffers[1].to_pybytes()
+    buffers[1] = pa.py_buffer(stored[:16] + lengths + stored[20:])
+    changed = pa.Array.from_buffers(pa.string_view(), 3, buffers)
+    changed.validate(full=True)
+    assert referenced_bytes(changed) == referenced_bytes(views)
 
 
 _TIMES = [pa.date32(), pa.date64(), pa.time32("ms"), pa.time64("us"), pa.time64("ns"), pa.duration("us")]
