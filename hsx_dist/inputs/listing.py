@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from fnmatch import translate
 from functools import partial
@@ -18,6 +18,7 @@ from fsspec.implementations.zip import ZipFileSystem
 from hsx_dist.config import InputConfig, public_url
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.names import MAX_LABEL
+from hsx_dist.inputs.folder_limits import ZipFolders, check_count, check_path
 from hsx_dist.inputs.sources import (
     ARCHIVES,
     COMPRESSED,
@@ -33,10 +34,6 @@ from hsx_dist.inputs.sources import (
 from hsx_dist.inputs.web import check_web_file, is_web, no_web_file
 from hsx_dist.text import head
 
-#: Limit of the folders of a zip file's member, and of the characters of its path. All beginnings of a path are kept.
-_DEEPEST, _LONGEST_PATH = 255, 4096
-#: Limit of the different folders of a zip file, for all members together and for each member.
-_FOLDERS, _FOLDERS_OF_MEMBER = 1000, 3
 #: Limit in bytes of a saved data set's list of its files.
 _LARGEST_LIST = 4 << 20
 
@@ -55,45 +52,6 @@ _REFUSED = re.compile(rf"({'|'.join(map(re.escape, ARCHIVES))})$", re.IGNORECASE
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
-class _ZipFolders:
-    """A ``ZipFileSystem`` whose folders are found once: its own ``ls`` goes over all members of the file each time."""
-
-    def __init__(self, fs: ZipFileSystem) -> None:
-        self._fs = fs
-        #: The members of each folder. A name that is a file and a folder is there twice.
-        self._members = defaultdict[str, list[dict[str, str]]](list)
-        seen = set[tuple[str, str]]()
-        members = fs.zip.infolist()
-        for member in members:
-            name, kind = member.filename.rstrip("/"), "directory" if member.is_dir() else "file"
-            depth = name.count("/")
-            if depth > _DEEPEST or len(name) > _LONGEST_PATH:
-                raise ConfigError(
-                    f"input.path: expected a zip file whose paths have at most {_DEEPEST} folders and {_LONGEST_PATH} "
-                    f"characters, got {depth} folders and {len(name)} characters. Write the zip file again"
-                )
-            while name and (name, kind) not in seen:
-                seen.add((name, kind))
-                folder = name.rpartition("/")[0].rstrip("/")
-                self._members[folder].append({"name": name, "type": kind})
-                name, kind = folder, "directory"  # a zip file need not name its folders
-            if len(self._members) > _FOLDERS + _FOLDERS_OF_MEMBER * len(members):
-                raise ConfigError(
-                    f"input.path: expected a zip file with at most {_FOLDERS} folders and {_FOLDERS_OF_MEMBER} more "
-                    f"for each of {len(members)} members, got more. Write it again, with its folders as members"
-                )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._fs, name)
-
-    def ls(self, folder: str, **_: Any) -> list[dict[str, str]]:
-        """Return the members of a folder. Raises FileNotFoundError if there is no such folder."""
-        members = self._members.get(folder.rstrip("/"), [])
-        if folder and not members:
-            self._fs.info(folder)
-        return members
-
-
 def find_input(config: InputConfig) -> Input:
     """Return the files of ``config.path``, ordered by name. Reads only names, and a saved data set's list of files.
 
@@ -109,7 +67,7 @@ def find_input(config: InputConfig) -> Input:
 def _find(config: InputConfig, shown: str) -> Input:
     fs, path = file_system(config, shown)
     if isinstance(fs, ZipFileSystem):
-        fs = _ZipFolders(fs)
+        fs = ZipFolders(fs)
     fs.invalidate_cache()  # files may have grown or been added since an earlier call in this process
     try:
         # First without globbing: * and [ may be letters of a name, and ? begins the query of an http URL.
@@ -238,15 +196,19 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
     Not by ``fs.find`` or ``fs.glob``: they silently omit a folder whose listing fails.
 
     Raises:
-        ConfigError: a folder cannot be listed, or a link leads to a folder.
+        ConfigError: a folder cannot be listed, or a link leads to a folder. Or there are too many folders.
     """
     steps = pattern.split("/")
     # Level i of the folders is compared with the first i steps, up to the first ``**``.
     plain = next((i for i, step in enumerate(steps) if "**" in step), len(steps))
     tests = _tests(steps)
     found, todo = dict[str, str](), [(base, 0)]
+    folders = files = 0
     while todo:
         folder, level = todo.pop()
+        folders += 1
+        if not isinstance(fs, ZipFolders):  # its folders are checked
+            check_count(folders, files, public_url(base))
         shown = public_url(folder)
         for info in with_config_errors(partial(fs.ls, folder, detail=True), shown):
             path = info["name"].rstrip("/")
@@ -259,6 +221,8 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
                 )
             if path in (folder, base) or path in found or name.rpartition("/")[2].startswith((".", "_")):
                 continue
+            check_path(name, public_url(base))
+            files += info["type"] != "directory"
             is_folder, is_match = info["type"] == "directory", _is_match(tests, name)
             deeper = level >= plain or (level + 1 < len(steps) and _is_match(tests[: level + 1], name))
             is_link = info.get("islink") or info["type"] not in ("file", "directory")

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import pytest
 import zstandard
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.implementations.zip import ZipFileSystem
 from fsspec.utils import glob_translate
 
@@ -288,10 +289,31 @@ def test_a_zip_file_with_few_members_has_few_folders(tmp_path: Path) -> None:
                 file.writestr(f"{i}/" + "a/" * (folders - 1) + "x.jsonl", '{"text": "a"}')
         return f"zip://**::{tmp_path}/a.zip"
 
-    with pytest.raises(ConfigError, match="at most 1000 folders and 3 more for each of 5 members, got more"):
+    with pytest.raises(
+        ConfigError, match="at most 1000 folders and 3 more for each of 5 files in a zip file, got more"
+    ):
         read(path(250, 5))
     assert len(keys(path(250, 4))) == 4
     assert len(keys(path(3, 500))) == 500
+
+
+def test_names_in_a_bucket_claim_few_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each folder costs a request: an S3 key of 1 KB could name 500 folders."""
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    fs = MemoryFileSystem()
+
+    def found(folders: int, files: int) -> int:
+        names = [f"/in/{i}/" + "a/" * (folders - 1) + "x.jsonl" for i in range(files)]
+        monkeypatch.setattr(MemoryFileSystem, "store", dict.fromkeys(names, MemoryFile(fs, "")))
+        return sum(kind == "file" for kind in listing._listed(fs, "/in", "**").values())
+
+    with pytest.raises(ConfigError, match="at most 1000 folders and 3 more for each of 4 files in /in, got more"):
+        found(250, 5)
+    with pytest.raises(ConfigError, match="paths of at most 255 folders and 4096 characters in /in, got 256 folders"):
+        found(300, 1)
+    assert found(250, 4) == 4
+    assert found(255, 1) == 1
+    assert found(3, 400) == 400
 
 
 def test_globs_match_as_those_of_fsspec() -> None:
