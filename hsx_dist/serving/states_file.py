@@ -16,8 +16,9 @@ from hsx_dist.page import CARRIER, HIDDEN_STATES
 from hsx_dist.reading.column import LOSS_MASK, StoredPoint, check_decoded
 from hsx_dist.reading.sample import Sample, columns_of, load_bytes
 
-#: Bytes of states that are loaded at once, if a chunk of the stored object is not larger.
+#: Bytes of states that are loaded at once, if neither a chunk of the stored object nor the sample's token ids are more.
 PIECE_BYTES = 8 << 20
+_ID_BYTES = 8
 #: Upper limit of the bytes of decoded JSON for each byte of its text. Nested lists take the most.
 _DECODED = 50
 
@@ -96,11 +97,14 @@ class StatesFile:
         self.front_bytes = len(self._front)
         self.size = self.front_bytes + (self._stop - self._start) * row_bytes
         chunk = sample.chunk_tokens
-        begin = self._start // chunk * chunk
-        a, b = ((begin, begin), (begin, begin + chunk))  # no tokens take only memory for ids
+        a, b = (self._start, self._start), (self._start, self._stop)  # no tokens take only memory for ids
         fetched = max((self._load_bytes(name, b) - self._load_bytes(name, a) for name in names), default=0)
+        # Each piece loads the token ids of its segments. So a piece is not smaller than all ids, and all chunks count:
+        # the first one may have most of the stored bytes. Else the time of all pieces would be quadratic.
+        size = max(PIECE_BYTES, _ID_BYTES * sample.num_tokens)
         # Schema ``vllm`` stores all layers of a token together.
-        self._step = max(chunk, PIECE_BYTES // max(row_bytes, fetched // chunk, 1) // chunk * chunk)
+        token_bytes = max(row_bytes, fetched // max(self._stop - self._start, 1), 1)
+        self._step = max(chunk, size // token_bytes // chunk * chunk)
         self._num_spans = -(-self._stop // self._step) - self._start // self._step if self._start < self._stop else 0
         reads = (self._load_bytes(name, self._span(i)) for name in names for i in range(self._num_spans))
         piece = min(self._step, self._stop - self._start) * row_bytes + max(reads, default=0)
