@@ -101,7 +101,9 @@ def test_a_file_whose_name_is_too_long_for_a_key_is_refused(tmp_path: Path) -> N
     """Names in a ZIP file have up to 65,535 bytes. A receipt with such a key could not be read."""
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as z:
         z.writestr("x" * 8193 + ".jsonl", "no JSON\n")
-    with pytest.raises(ConfigError, match="255 folders and 4096 characters, got 0 folders and 8199 characters"):
+    with pytest.raises(
+        ConfigError, match="255 folders and 4096 characters in a zip file, got 0 folders and 8199 characters"
+    ):
         read(f"zip://*.jsonl::{tmp_path}/a.zip")
 
 
