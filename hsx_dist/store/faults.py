@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -87,6 +87,27 @@ _TRANSIENT = frozenset(
 )
 #: The file system is full, or the file is too large for it.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+#: botocore's names of S3's operations. Other services answer while credentials are looked up, such as STS.
+_S3_OPERATIONS = frozenset(
+    {
+        "AbortMultipartUpload",
+        "CompleteMultipartUpload",
+        "CreateMultipartUpload",
+        "CreateSession",
+        "DeleteObject",
+        "GetObject",
+        "HeadBucket",
+        "HeadObject",
+        "ListObjectVersions",
+        "ListObjectsV2",
+        "PutObject",
+        "UploadPart",
+    }
+)
+#: Classes of libraries for a 404 of the store itself. aiohttp has a subclass for a proxy's.
+_NOT_FOUND = frozenset({"ClientResponseError", "NotFound", "NotFoundError", "ResourceNotFoundError"})
+#: Schemes whose objects are no files: an error with the system's number is about another file.
+_WEB = ("s3", "s3a", "gs", "gcs", "http", "https")
 _REGION_CODES = frozenset({"301", "307", "AuthorizationHeaderMalformed", "PermanentRedirect"})
 # obstore's errors have status, code and cause in their text only, followed by Rust's debug output.
 _IN_TEXT = re.compile(r"(?:status code: |HTTP status )(?P<status>[1-5]\d\d)")
@@ -97,6 +118,9 @@ _RUST = "\n\nDebug source:"
 _NO_ANSWER = ("HTTP error:", "error sending request", "operation timed out")
 #: obstore's text for S3's 301, which names the right endpoint in its body only.
 _REDIRECT = "redirect without LOCATION"
+#: obstore's text for errors of Azure's log-in service, and of a listing: both have the class of other errors.
+_TOKEN_REQUEST = "performing token request"  # noqa: S105
+_LIST_REQUEST = "performing list request"
 #: Characters of a library's message that an error repeats: S3's XML responses are longer than a log line.
 _DETAIL = 300
 # gcsfs takes these words as `token`. They are no secrets, and redacting them would garble messages.
@@ -112,7 +136,7 @@ class Redactor:
     """Removes the values of credentials from text that comes from a back end."""
 
     def __init__(self, options: Mapping[str, Any], environ: Mapping[str, str]):
-        values = {*_secret_values(options), *(v for k, v in environ.items() if looks_secret(k) and len(v) >= 8)}
+        values = {*_secret_values(options), *(v for k, v in environ.items() if _holds_a_secret(k) and len(v) >= 8)}
         values.update(secret for v in environ.values() for secret in url_secrets(v) if len(secret) >= 8)  # of a proxy
         self._secrets: list[str] = []
         self.learn(values)
@@ -137,15 +161,23 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
 
     ``where``: verb and object, without credentials. ``bucket``: its bucket, for hints.
     """
+    of_http = where.partition(" ")[2].startswith("http")
+    if of_http and isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        # fsspec calls every failure of a HEAD a missing file: also a lost connection, and every other status.
+        return translate(error.__cause__, where, bucket, redact)
     chain = list(_chain(error))
     names = {c.__name__ for e in chain for c in type(e).__mro__}
     code, status = _code(chain)
     detail = _detail(chain, code, status, redact)
+    # Before AlreadyExists: obstore raises AlreadyExistsError for every 409, also S3's ConditionalRequestConflict.
+    busy = code in _BUSY_CODES or status in (408, 410, 429) or (status is not None and status >= 500 and status != 501)
+    if busy:
+        return Unavailable(f"{where}: the service cannot answer now: {detail}. Check the service, and try again later")
+    # Before NotFound and AlreadyExists, which are answers about the object.
+    if _of_another_service(chain) or _of_another_file(error, where):
+        return Denied(f"{where}: no usable credentials or connection: {detail}. {_CREDENTIALS_HINT}")
     if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in detail.lower()):
         return NotFound(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
-    # Before AlreadyExists: obstore raises AlreadyExistsError for every 409, also S3's ConditionalRequestConflict.
-    if code in _BUSY_CODES or status in (408, 410, 429) or (status is not None and status >= 500 and status != 501):
-        return Unavailable(f"{where}: the service cannot answer now: {detail}. Check the service, and try again later")
     exists = isinstance(error, FileExistsError) or "AlreadyExistsError" in names
     if "PreconditionFailed" in (code, *names) or status == 412 or exists:
         return AlreadyExists(f"{where}: expected no object of this name, got one")
@@ -161,8 +193,9 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     number = _errno(error)
     if number == errno.ENOTDIR and where.startswith("put"):
         return StoreError(f"{where}: {detail}. An object and a folder cannot share a name. Choose another output")
+    # A 404 alone proves nothing: a proxy's answer, and that of a service for credentials, have it too.
     missing = isinstance(error, FileNotFoundError) or number in (errno.EISDIR, errno.ENOTDIR)
-    if status == 404 or code in ("NoSuchKey", "404") or missing:
+    if missing or (status == 404 and any(map(_of_the_store, chain))):
         return NotFound(f"{where}: there is no such object")
     if names & _CONNECTION or isinstance(error, (TimeoutError, ConnectionError)) or _unanswered(chain, status):
         return Unavailable(f"{where}: no answer: {detail}. {_ENDPOINT_HINT}")
@@ -179,6 +212,18 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     return StoreError(f"{where}: {detail}")
 
 
+def after_renewal(result: StoreError, renew: Callable[[], bool]) -> StoreError:
+    """Return the error for a call that failed with ``result``. ``renew``: whether a retry of the call may succeed.
+
+    An error of ``renew`` is about credentials or the network, and never about the object.
+    """
+    try:
+        return Unavailable(str(result)) if renew() else result
+    except Exception as e:  # noqa: BLE001 - of the options' translation, or one of the store's errors
+        kind = Unavailable if isinstance(e, Unavailable) else Denied
+        return kind(f"{result}. A look-up of new credentials fails: {e}")
+
+
 def expired(error: BaseException) -> bool:
     """Whether temporary credentials expired. New credentials may exist already."""
     return _code(list(_chain(error)))[0] in ("ExpiredToken", "TokenRefreshRequired")
@@ -192,9 +237,51 @@ def redirected(error: BaseException) -> bool:
 
 def past_the_end(error: BaseException) -> bool:
     """Whether the requested range begins past the object's last byte."""
-    code, status = _code(list(_chain(error)))
+    chain = list(_chain(error))
+    if _of_another_service(chain):
+        return False
+    code, status = _code(chain)
     of_a_file = _of_obstore(error) and _INVALID_RANGE in str(error)
     return code in ("InvalidRange", "416") or status == 416 or of_a_file
+
+
+def _of_another_service(chain: list[BaseException]) -> bool:
+    """Whether a service for credentials answered, not the store."""
+    return any(
+        (_of_aws(e) and getattr(e, "operation_name", None) not in _S3_OPERATIONS)
+        or (_of_obstore(e) and _TOKEN_REQUEST in str(e))
+        for e in chain
+    )
+
+
+def _of_the_store(error: BaseException) -> bool:
+    """Whether the store itself answered with a 404. Only for errors of no other service."""
+    return _of_aws(error) or type(error).__name__ in _NOT_FOUND or (_of_obstore(error) and _LIST_REQUEST in str(error))
+
+
+def _of_another_file(error: BaseException, where: str) -> bool:
+    """Whether a file is missing or exists that is not the object: a program or a file with credentials, or a CA bundle.
+
+    Opening a store asks for no object.
+    """
+    if not isinstance(error, (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)):
+        return False
+    verb, _, url = where.partition(" ")
+    scheme, _, path = url.partition("://")
+    if verb == "open":
+        return True
+    if error.filename is None:
+        return error.errno is not None and scheme in _WEB
+    file = str(error.filename).replace("\\", "/")
+    file = file.partition("://")[2] or file
+    # A file system may leave out the host, and a listing is of the prefix's folder, or of one below.
+    file = f"{file.strip('/')}/"
+    below_host = f"{path.partition('/')[2]}/"
+    return scheme in _WEB or not (f"{path}/".startswith(file) or file.startswith(path) or below_host.startswith(file))
+
+
+def _of_aws(error: BaseException) -> bool:
+    return isinstance(getattr(error, "response", None), Mapping)  # botocore's ClientError
 
 
 def _unanswered(chain: list[BaseException], status: int | None) -> bool:
@@ -257,6 +344,11 @@ def _detail(chain: list[BaseException], code: str, status: int | None, redact: R
     short = text if len(text) <= _DETAIL else f"{text[:_DETAIL]}…"
     what = code or (f"HTTP {status}" if status is not None else "")
     return f"{type(root).__name__}{f' {what}' if what and what not in short else ''}: {short}"
+
+
+def _holds_a_secret(name: str) -> bool:
+    """Whether a variable holds a credential. A path is none: errors name a missing file."""
+    return looks_secret(name) and name not in ("PWD", "OLDPWD") and not name.endswith("_FILE")
 
 
 def _secret_values(options: Mapping[str, Any], secret: bool = False) -> Iterator[str]:

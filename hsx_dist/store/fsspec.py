@@ -32,7 +32,7 @@ from hsx_dist.store.base import (
     require_at_most,
     stated_size,
 )
-from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
+from hsx_dist.store.faults import Redactor, after_renewal, expired, past_the_end, translate
 from hsx_dist.store.pages import Pages, in_order, name_below, put_in_order
 from hsx_dist.store.web_answers import bounding_answers
 
@@ -398,8 +398,7 @@ class FsspecStore:
         result = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
         if verb not in ("put-if-absent", "put-version", "delete-version") and isinstance(result, AlreadyExists):
             result = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error))}")
-        renewed = expired(error) and not self._given_token() and self._renew(fs)
-        return Unavailable(str(result)) if renewed else result
+        return after_renewal(result, lambda: expired(error) and not self._given_token() and self._renew(fs))
 
     def _call(self, verb: str, name: str, call: Callable[[], T], past_end: T | None = None) -> T:
         with self._translating(verb, name):

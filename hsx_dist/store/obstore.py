@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from hsx_dist.config.urls import public_url
-from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, Unavailable, is_error
+from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, is_error
 from hsx_dist.store.base import (
     PATIENCE_S,
     PIECES_AT_ONCE,
@@ -26,7 +26,7 @@ from hsx_dist.store.base import (
     cut,
     not_conditional,
 )
-from hsx_dist.store.faults import Redactor, expired, past_the_end, redirected, translate
+from hsx_dist.store.faults import Redactor, after_renewal, expired, past_the_end, redirected, translate
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.obstore_connection import Connection, NotTranslated
 from hsx_dist.store.obstore_options import connect
@@ -313,7 +313,7 @@ class ObstoreStore:
         result = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
         if verb not in ("put-if-absent", "put-version") and isinstance(result, AlreadyExists):
             result = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error).splitlines()[0])}")
-        return Unavailable(str(result)) if self._mended(error, connection) else result
+        return after_renewal(result, lambda: self._mended(error, connection))
 
     def _mended(self, error: BaseException, failed: Connection) -> bool:
         """Look up the region or the credentials again. Returns whether a retry of the call may succeed."""

@@ -16,6 +16,7 @@ class ClientError(Exception):
 
     def __init__(self, code: str, status: int | None, message: str = "said the server"):
         super().__init__(f"An error occurred ({code}): {message}")
+        self.operation_name = "PutObject"
         self.response: dict[str, Any] = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from hsx_dist import open_run
 from hsx_dist.config import InputConfig
-from hsx_dist.errors import HsxError, StoreError
+from hsx_dist.errors import Denied, HsxError, NotFound, StoreError, Unavailable
 from hsx_dist.format.container import Part
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.format.receipt_log import LogReader, ReceiptLog
@@ -41,6 +41,19 @@ class WithoutFolders(Whole):
 
     def list_directory(self, path: str | PathLike[str]) -> None:  # noqa: ARG002
         self.send_error(404)
+
+
+class Failing(Whole):
+    """A server that answers every request with ``status``, or closes the connection for 0."""
+
+    status = 0
+
+    def do_HEAD(self) -> None:
+        if self.status:
+            self.send_error(self.status)
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
 
 
 class Welcome(Whole):
@@ -418,3 +431,17 @@ def test_a_page_takes_time_in_proportion_to_its_length(unit: str) -> None:
     """fsspec's expression takes half a minute for a page of 2,000 blanks."""
     check_linear(lambda n: lambda: list(_names_in(f"<a {unit * n}>".encode(), "http://h/r")), 1 << 13)
     check_linear(lambda n: lambda: _further_page(f"<a {unit * n}>".encode(), "http://h/r"), 1 << 13)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(404, NotFound), (0, Unavailable), (503, Unavailable), (403, Denied), (418, StoreError)]
+)
+def test_only_a_404_says_that_there_is_no_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, kind: type[StoreError]
+) -> None:
+    monkeypatch.setattr(Failing, "status", status)
+    with served(tmp_path, Failing) as store:
+        for call in (store.head, store.get):
+            with pytest.raises(StoreError) as told:
+                call("a")
+            assert type(told.value) is kind

@@ -50,6 +50,13 @@ def test_kinds(error: Exception, kind: type[StoreError], says: str) -> None:
     assert "Debug source" not in str(told)
 
 
+def test_azures_log_in_service_does_not_say_that_an_object_is_missing() -> None:
+    said = f"Server returned non-2xx status code: 404 Not Found: <Error><Code>ContainerNotFound</Code></Error>{_RUST}"
+    for what, kind in (("token", Denied), ("list", NotFound)):
+        error = GenericError(f"Generic MicrosoftAzure error: Error performing {what} request: {said}")
+        assert type(translate(error, "list az://bkt/o", "bkt", Redactor({}, {}))) is kind
+
+
 def test_what_can_be_mended() -> None:
     assert expired(GenericError(_said("400 Bad Request", "ExpiredToken")))
     assert not expired(GenericError(_said("400 Bad Request", "InvalidToken")))

@@ -1,0 +1,193 @@
+"""An error while credentials are looked up is never an answer about an object."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
+from hsx_dist.format.receipt_log import is_closed
+from hsx_dist.store import Store, open_store
+from hsx_dist.store.faults import Redactor, after_renewal, translate
+from hsx_dist.store.opening import Backend
+
+_LOOK_UP = """
+import datetime, json
+end = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=30)
+print(json.dumps({"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "Expiration": end.isoformat()}))
+"""
+
+
+class Service(BaseHTTPRequestHandler):
+    """S3 with an object for every name but "absent", and STS, which answers every request with ``sts``."""
+
+    protocol_version = "HTTP/1.1"
+    sts = 404
+    expired = False
+
+    def do_HEAD(self) -> None:
+        self._answer(404 if self.path.endswith("absent") else 200)
+
+    def do_GET(self) -> None:
+        self._answer(400, b"<Error><Code>ExpiredToken</Code></Error>") if self.expired else self.do_HEAD()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(self.sts, b"<ErrorResponse><Error><Code>NoSuchEntity</Code></Error></ErrorResponse>")
+
+    def _answer(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("ETag", '"e"')
+        self.send_header("Last-Modified", "Wed, 01 Jan 2025 00:00:00 GMT")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    yield
+    server.shutdown()
+    server.server_close()
+
+
+def _program(tmp_path: Path) -> Path:
+    """Let a profile ask a program for credentials that expire at once. Returns the program."""
+    tool = tmp_path / "tool"
+    tool.write_text(f"#!{sys.executable}\n{_LOOK_UP}")
+    tool.chmod(0o755)
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = {shlex.quote(str(tool))}\n")
+    return tool
+
+
+def _role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let STS exchange a token for credentials. Returns the token's file."""
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/x")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "identity"))
+    return tmp_path / "identity"
+
+
+def _open(backend: Backend) -> Store:
+    return open_store("s3://b/r", backend=backend, retry_seconds=0)
+
+
+_CALLS: list[Callable[[Store], object]] = [
+    lambda store: is_closed(store, 1),
+    lambda store: store.get("a", 10),
+    lambda store: list(store.list()),
+    lambda store: store.delete("a"),
+    lambda store: store.put_if_absent("a", b"x"),
+]
+
+
+def _require_denied(store: Store, says: str) -> None:
+    for call in _CALLS:
+        with pytest.raises(Denied, match=says):
+            call(store)
+
+
+@pytest.mark.usefixtures("service")
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+class TestCredentials:
+    def test_a_program_is_missing_before_the_first_call(self, backend: Backend, tmp_path: Path) -> None:
+        _program(tmp_path).unlink()
+        with pytest.raises(Denied, match=r"No such file or directory: '.*/tool'"):
+            is_closed(_open(backend), 1)
+
+    def test_a_program_goes_missing(self, backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tool, store = _program(tmp_path), _open(backend)
+        assert is_closed(store, 1)
+        with pytest.raises(NotFound):
+            store.head("absent")
+        monkeypatch.setattr(Service, "expired", True)  # obstore keeps credentials until the service refuses them
+        tool.unlink()
+        with pytest.raises(Denied, match=r"No such file or directory: '.*/tool'"):
+            store.get("a", 10)
+
+    def test_a_token_file_is_missing(self, backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        _role(tmp_path, monkeypatch)
+        _require_denied(_open(backend), "No such file or directory: '.*/identity'")
+
+    @pytest.mark.parametrize("status", [404, 409, 412, 416])
+    def test_sts_refuses(self, backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+        monkeypatch.setattr(Service, "sts", status)
+        _role(tmp_path, monkeypatch).write_text("identity")
+        _require_denied(_open(backend), "NoSuchEntity.*AssumeRoleWithWebIdentity")
+
+
+class ClientError(Exception):
+    """Like botocore's error."""
+
+    def __init__(self, operation_name: str, code: str, status: int):
+        super().__init__(f"({code}) when calling {operation_name}")
+        self.operation_name = operation_name
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+class HttpError(Exception):
+    """Like the error of gcsfs, and of a proxy in aiohttp."""
+
+    code = status = 404
+
+
+@pytest.mark.parametrize(
+    ("error", "where", "kind"),
+    [
+        (ClientError("HeadObject", "404", 404), "head s3://b/r/a", NotFound),
+        (ClientError("GetObject", "NoSuchKey", 404), "get s3://b/r/a", NotFound),
+        (ClientError("GetRoleCredentials", "404", 404), "get s3://b/r/a", Denied),
+        (ClientError("AssumeRole", "ServiceUnavailable", 503), "get s3://b/r/a", Unavailable),
+        (HttpError(), "get gs://b/r/a", StoreError),
+        (FileNotFoundError("b/r/a"), "get gs://b/r/a", NotFound),
+        (FileNotFoundError("b/r/a"), "get s3://b/r/a", NotFound),
+        (FileNotFoundError("https://h/r/a"), "get https://h/r/a", NotFound),
+        (FileNotFoundError("tool"), "open s3://b/r", Denied),
+        (FileNotFoundError(2, "No such file", "/b/r/a"), "get gs://b/r/a", Denied),
+        (FileNotFoundError(2, "No such file"), "get https://h/r/a", Denied),  # of OpenSSL, which names no file
+        (FileNotFoundError(2, "No such file"), "get sftp://h/r/a", NotFound),
+        (FileNotFoundError(2, "No such file", "/r/a"), "get sftp://h/r/a", NotFound),
+        (FileNotFoundError(2, "No such file", "\\\\h\\r\\a"), "get smb://h/r/a", NotFound),
+        (FileNotFoundError(2, "No such file", "h/r/p1"), "list dav://h/r/p", NotFound),
+        (NotADirectoryError(20, "Not a directory", "/home/me/tool"), "get sftp://h/r/a", Denied),
+        (FileExistsError(17, "File exists", "/home/me/cache"), "put-if-absent gs://b/r/a", Denied),
+        (FileExistsError("b/r/a"), "put-if-absent gs://b/r/a", AlreadyExists),
+    ],
+)
+def test_only_an_answer_about_the_object_says_that_it_is_missing(
+    error: Exception, where: str, kind: type[StoreError]
+) -> None:
+    assert type(translate(error, where, "b", Redactor({}, {}))) is kind
+
+
+@pytest.mark.parametrize(("error", "kind"), [(NotFound("x"), Denied), (Unavailable("x"), Unavailable)])
+def test_an_error_of_a_renewal_is_not_about_the_object(error: StoreError, kind: type[StoreError]) -> None:
+    def renew() -> bool:
+        raise error
+
+    assert type(after_renewal(Denied("get a"), renew)) is kind
+    assert str(after_renewal(Denied("get a"), renew)).startswith("get a. ")
+
+
+def test_a_path_in_the_environment_is_no_credential() -> None:
+    environ = {"AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/identity", "PWD": "/home/somebody", "MY_TOKEN": "very-secret"}
+    assert Redactor({}, environ)("/var/run/identity /home/somebody very-secret") == (
+        "/var/run/identity /home/somebody (not shown)"
+    )
