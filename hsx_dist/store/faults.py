@@ -106,6 +106,8 @@ _S3_OPERATIONS = frozenset(
 )
 #: Classes of libraries for a 404 of the store itself. aiohttp has a subclass for a proxy's.
 _NOT_FOUND = frozenset({"ClientResponseError", "NotFound", "NotFoundError", "ResourceNotFoundError"})
+#: Verbs that only read: for them no conflict lasts.
+_READS = ("get", "head", "list")
 #: Schemes whose objects are no files: an error with the system's number is about another file.
 _WEB = ("s3", "s3a", "gs", "gcs", "http", "https")
 _REGION_CODES = frozenset({"301", "307", "AuthorizationHeaderMalformed", "PermanentRedirect"})
@@ -171,7 +173,8 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     detail = _detail(chain, code, status, redact)
     # Before AlreadyExists: obstore raises AlreadyExistsError for every 409, also S3's ConditionalRequestConflict.
     busy = code in _BUSY_CODES or status in (408, 410, 429) or (status is not None and status >= 500 and status != 501)
-    if busy:
+    # The answer to a HEAD has no body, thus no code.
+    if busy or (status == 409 and code in ("", "409") and where.startswith(_READS)):
         return Unavailable(f"{where}: the service cannot answer now: {detail}. Check the service, and try again later")
     # Before NotFound and AlreadyExists, which are answers about the object.
     if _of_another_service(chain) or _of_another_file(error, where):

@@ -78,6 +78,21 @@ def test_every_back_ends_error_has_its_type_and_hint(error: Exception, kind: typ
     assert str(told).startswith("put s3://bkt/run/a: ")
 
 
+@pytest.mark.parametrize(
+    ("verb", "code", "kind"),
+    [
+        ("head", "409", Unavailable),
+        ("get", "409", Unavailable),
+        ("list", "409", Unavailable),
+        ("get", "ObjectLocked", StoreError),
+        ("put", "409", StoreError),
+    ],
+)
+def test_a_conflict_without_a_code_passes_for_a_call_that_reads(verb: str, code: str, kind: type[StoreError]) -> None:
+    error = _caused(OSError(errno.EBUSY, "Conflict"), ClientError(code, 409))
+    assert type(translate(error, f"{verb} s3://bkt/a", "bkt", _NOTHING)) is kind
+
+
 def test_credentials_are_removed_from_what_a_back_end_says() -> None:
     options = {
         "key": "AKIAEXAMPLE",

@@ -50,6 +50,12 @@ def test_kinds(error: Exception, kind: type[StoreError], says: str) -> None:
     assert "Debug source" not in str(told)
 
 
+def test_a_conflict_without_a_code_passes_for_a_call_that_reads() -> None:
+    error = AlreadyExistsError(_said("409 Conflict"))
+    assert type(translate(error, "head s3://bkt/o", "bkt", Redactor({}, {}))) is Unavailable
+    assert type(translate(error, "put-if-absent s3://bkt/o", "bkt", Redactor({}, {}))) is AlreadyExists
+
+
 def test_azures_log_in_service_does_not_say_that_an_object_is_missing() -> None:
     said = f"Server returned non-2xx status code: 404 Not Found: <Error><Code>ContainerNotFound</Code></Error>{_RUST}"
     for what, kind in (("token", Denied), ("list", NotFound)):
