@@ -34,6 +34,7 @@ from hsx_dist.store.base import (
 )
 from hsx_dist.store.faults import Redactor, after_renewal, expired, past_the_end, translate
 from hsx_dist.store.pages import Pages, in_order, name_below, put_in_order
+from hsx_dist.store.upload_answers import require_stored
 from hsx_dist.store.web_answers import bounding_answers
 
 T = TypeVar("T")
@@ -84,15 +85,15 @@ class FsspecStore:
         path = self._path(name)
         pieces = [as_bytes_view(b) for b in buffers]
         size = sum(p.nbytes for p in pieces)
+        data: Any
         if self._s3 and size >= 2 * _PIECE:
             # s3fs cuts slices and sends several at once: only those are copied, never the whole object.
-            self._call("put", name, lambda: self._fs.pipe_file(
-                path, Gathered(pieces), chunksize=_PIECE, max_concurrency=PIECES_AT_ONCE, **self._limit(size)
-            ))  # fmt: skip
-            return
-        data = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
-        whole = {"chunksize": 2 * _PIECE} if self._s3 else {}
-        self._call("put", name, lambda: self._pipe(path, data, **whole))
+            data, how = Gathered(pieces), {"chunksize": _PIECE, "max_concurrency": PIECES_AT_ONCE}
+        else:
+            data = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
+            how = {"chunksize": 2 * _PIECE} if self._s3 else {}
+        answer = self._call("put", name, lambda: self._pipe(path, data, **how))
+        require_stored(self, name, answer, size)
 
     def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         path = self._path(name)
@@ -104,7 +105,8 @@ class FsspecStore:
                 f"put {self.url}/{name}: expected a back end with create-only writes, got fsspec's "
                 f"{type(self._fs).__name__}. Use a folder, s3 or gs"
             )
-        self._call("put-if-absent", name, lambda: self._pipe(path, data, mode="create", **whole))
+        answer = self._call("put-if-absent", name, lambda: self._pipe(path, data, mode="create", **whole))
+        require_stored(self, name, answer, len(data))
 
     def get(self, name: str, most: int | None = None) -> bytes:
         path = self._path(name)
@@ -198,11 +200,11 @@ class FsspecStore:
         data = b"".join(map(as_bytes_view, buffers))
         try:
             if self._s3:
-                self._call("put-version", name, lambda: self._fs.call_s3(
+                answer = self._call("put-version", name, lambda: self._fs.call_s3(
                     "put_object", Bucket=bucket, Key=key, Body=data, IfMatch=version, **self._limit(len(data))
                 ))  # fmt: skip
             elif self._gcs:
-                self._call("put-version", name, lambda: self._fs.call(
+                answer = self._call("put-version", name, lambda: self._fs.call(
                     "POST",
                     f"{self._fs._location}/upload/storage/v1/b/{{}}/o",
                     bucket,
@@ -218,6 +220,7 @@ class FsspecStore:
                 raise not_conditional(self.url)
         except (AlreadyExists, NotFound):
             return False
+        require_stored(self, name, answer, len(data))
         return True
 
     # -- calls of the file system --------------------------------------------------------------------------------
@@ -267,12 +270,11 @@ class FsspecStore:
             "head", name, lambda: self._fs.call_s3("head_object", Bucket=bucket, Key=key, **self._limit())
         )
 
-    def _pipe(self, path: str, data: bytes, **how: Any) -> None:
+    def _pipe(self, path: str, data: bytes | Gathered, **how: Any) -> object:
         if self._scheme == "memory":
             with _MEMORY_LOCK:  # fsspec's check and its write are two steps
-                self._fs.pipe_file(path, data, **how)
-        else:
-            self._fs.pipe_file(path, data, **how, **self._limit(len(data)))
+                return self._fs.pipe_file(path, data, **how)
+        return self._fs.pipe_file(path, data, **how, **self._limit(len(data)))
 
     def _limit(self, nbytes: int = 0, patience: float | None = None) -> dict[str, float]:
         """Return the time-out argument of a call; empty if the file system takes none."""

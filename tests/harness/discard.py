@@ -60,6 +60,7 @@ class DiscardServer:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self._lock = threading.Lock()
         self._objects: dict[str, tuple[int, bytes]] = {}
+        self._pieces: dict[str, dict[str, int]] = {}  # sizes of uploads in pieces
         self._open: set[socket.socket] = set()
         self._free = 0.0  # when the bytes received so far are through at ``rate``
         threading.Thread(target=self._accept, name="s3-discard", daemon=True).start()
@@ -153,6 +154,8 @@ class DiscardServer:
         if request.method == "POST" and "uploads" in request.query:
             return Answer(200, b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>")
         if request.method == "POST":
+            with self._lock:
+                self._objects[request.path] = (sum(self._pieces.pop(request.path, {}).values()), b"")
             return Answer(200, b'<CompleteMultipartUploadResult><ETag>"x"</ETag></CompleteMultipartUploadResult>')
         if "list-type" in request.query:
             return self._listing(request)
@@ -161,7 +164,9 @@ class DiscardServer:
             if request.method == "PUT":
                 if known is not None and request.headers.get("if-none-match") == "*":
                     return Answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
-                if "partNumber" not in request.query:
+                if "partNumber" in request.query:
+                    self._pieces.setdefault(request.path, {})[request.query["partNumber"]] = length
+                else:
                     self._objects[request.path] = (length, body)
                 return Answer(200)
             if request.method == "DELETE":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -13,6 +14,8 @@ from hsx_dist.errors import StoreError
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.base import Conditional, stated_size
 from hsx_dist.store.opening import Backend
+from hsx_dist.store.upload_answers import require_stored
+from hsx_dist.testing.stores import MemoryStore
 
 
 class Odd(BaseHTTPRequestHandler):
@@ -39,13 +42,22 @@ class Odd(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
+@contextmanager
+def _served(handler: type[BaseHTTPRequestHandler]) -> Iterator[dict[str, str]]:
+    """Serve the ``handler``. Yields the options of its store."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 @pytest.fixture
 def options() -> Iterator[dict[str, str]]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Odd)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
-    server.shutdown()
-    server.server_close()
+    with _served(Odd) as options:
+        yield options
 
 
 def _version(store: Store) -> str:
@@ -72,6 +84,84 @@ def test_an_odd_answer_is_a_store_error(
     with pytest.raises(StoreError, match="conditional deletes" if call is _version else "a: |list ") as told:
         call(open_store("s3://b/r", options, backend=backend, retry_seconds=0))
     assert not told.value.retryable
+
+
+class Unproven(BaseHTTPRequestHandler):
+    """Answers every request with ``status`` and ``body``, as a page to log in does. Begins uploads in pieces."""
+
+    protocol_version = "HTTP/1.1"
+    status, body = 200, b""
+    begun = b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>"
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.begun if self.path.endswith("?uploads") else self.body
+        self.send_response(self.status)
+        if "partNumber=" in self.path:
+            self.send_header("ETag", '"e"')
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("do_"):
+            return self.do_GET
+        raise AttributeError(name)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, b""),
+        (204, b""),
+        (200, b"<html>Log in</html>"),
+        (200, b"<Error><Code>InvalidArgument</Code></Error>"),
+    ],
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: store.put("a", [b"x"]),
+        lambda store: store.put("a", [bytes(32 << 20)]),
+        lambda store: store.put_if_absent("a", b"x"),
+        lambda store: store.put_version("a", [b"x"], '"e"'),
+    ],
+    ids=["put", "in pieces", "if absent", "version"],
+)
+def test_an_answer_that_states_no_object_is_a_failed_upload(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend, status: int, body: bytes, call: Callable[[Store], Any]
+) -> None:
+    monkeypatch.setattr(Unproven, "status", status)
+    monkeypatch.setattr(Unproven, "body", body)
+    once = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
+    with _served(Unproven) as options, pytest.raises(StoreError, match=r"put.* s3://b/r/a: "):
+        call(open_store("s3://b/r", {**options, **once}, backend=backend, retry_seconds=0))
+
+
+@pytest.mark.parametrize(
+    ("url", "answer", "size", "stored"),
+    [
+        ("s3://b/r", {"ETag": "e"}, 4, True),
+        ("s3://b/r", {"ETag": ""}, 3, False),
+        ("s3://b/r", None, 3, True),
+        ("s3://b/r", None, 4, False),
+        ("gs://b/r", {"name": "r/a", "generation": "1"}, 4, True),
+        ("gs://b/r", {"name": "r/a"}, 3, False),
+        ("gs://b/r", "https://h/upload/storage/v1/b/b/o?upload_id=1", 3, True),
+        ("gs://b/r", "https://h/upload/storage/v1/b/b/o?upload_id=1", 4, False),
+        ("sftp://h/r", None, 4, True),
+    ],
+)
+def test_an_upload_is_stored_if_the_answer_or_the_object_says_so(
+    url: str, answer: object, size: int, stored: bool
+) -> None:
+    store = MemoryStore(url)
+    store.put("a", [b"xyz"])
+    with nullcontext() if stored else pytest.raises(StoreError, match=r"a: expected an .* may not be stored"):
+        require_stored(store, "a", answer, size)
 
 
 @pytest.mark.parametrize("value", [None, -1, "", "x", "9" * 5000, 1.5, True, {}])

@@ -1,0 +1,37 @@
+"""Proof that a service stored an upload. A proxy, or a page to log in, may answer 200 and store nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hsx_dist.errors import NotFound, StoreError
+from hsx_dist.store.base import Store
+
+#: Scheme → what the answer to an upload states of the stored object.
+_STATED = {"s3": "ETag", "s3a": "ETag", "gs": "generation", "gcs": "generation"}
+
+
+def require_stored(store: Store, name: str, answer: object, size: int) -> None:
+    """Check the ``answer`` to an upload of ``size`` bytes to S3 or GCS.
+
+    s3fs and gcsfs return no answer to an upload in pieces: then the store must have an object of that size.
+
+    Raises:
+        StoreError: nothing proves that the object was stored.
+    """
+    stated = _STATED.get(store.url.partition("://")[0])
+    if stated is None:
+        return
+    if isinstance(answer, Mapping):
+        proven, expected = bool(answer.get(stated)), f"an answer that states its {stated}"
+    else:
+        expected = f"an object of {size} bytes"
+        try:
+            proven = store.head(name).size == size
+        except NotFound:
+            proven = False
+    if not proven:
+        raise StoreError(
+            f"put {store.url}/{name}: expected {expected}, got another answer: the object may not be stored. Check "
+            "that the endpoint is the store, and no proxy"
+        )
