@@ -113,15 +113,19 @@ _WEB = ("s3", "s3a", "gs", "gcs", "http", "https")
 _REGION_CODES = frozenset({"301", "307", "AuthorizationHeaderMalformed", "PermanentRedirect"})
 # obstore's errors have status, code and cause in their text only, followed by Rust's debug output.
 _IN_TEXT = re.compile(r"(?:status code: |HTTP status )(?P<status>[1-5]\d\d)")
-_CODE_IN_TEXT = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
+_CODE_IN_TEXT = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)|An error occurred \((\w+)\) when calling")
 _ERRNO_IN_TEXT = re.compile(r"\(os error (\d+)\)")
 _INVALID_RANGE = "Requested range was invalid"
 _RUST = "\n\nDebug source:"
-_NO_ANSWER = ("HTTP error:", "error sending request", "operation timed out")
+_NO_ANSWER = (
+    *("HTTP error:", "error sending request", "operation timed out"),
+    *("Could not connect to the endpoint", "timeout on endpoint"),  # of botocore, for credentials
+)
 #: obstore's text for S3's 301, which names the right endpoint in its body only.
 _REDIRECT = "redirect without LOCATION"
-#: obstore's text for errors of Azure's log-in service, and of a listing: both have the class of other errors.
-_TOKEN_REQUEST = "performing token request"  # noqa: S105
+#: obstore's text for errors of Azure's log-in service, and of botocore and gcsfs when it asks them for credentials.
+_LOOK_UPS = ("performing token request", " credential provider: ")
+#: obstore's text for errors of a listing. Their class is that of many errors.
 _LIST_REQUEST = "performing list request"
 #: Characters of a library's message that an error repeats: S3's XML responses are longer than a log line.
 _DETAIL = 300
@@ -171,13 +175,14 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     names = {c.__name__ for e in chain for c in type(e).__mro__}
     code, status = _code(chain)
     detail = _detail(chain, code, status, redact)
+    unanswered = _unanswered(chain, status)
     # Before AlreadyExists: obstore raises AlreadyExistsError for every 409, also S3's ConditionalRequestConflict.
     busy = code in _BUSY_CODES or status in (408, 410, 429) or (status is not None and status >= 500 and status != 501)
     # The answer to a HEAD has no body, thus no code.
     if busy or (status == 409 and code in ("", "409") and where.startswith(_READS)):
         return Unavailable(f"{where}: the service cannot answer now: {detail}. Check the service, and try again later")
     # Before NotFound and AlreadyExists, which are answers about the object.
-    if _of_another_service(chain) or _of_another_file(error, where):
+    if (_of_another_service(chain) and not unanswered) or _of_another_file(error, where):
         return Denied(f"{where}: no usable credentials or connection: {detail}. {_CREDENTIALS_HINT}")
     if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in detail.lower()):
         return NotFound(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
@@ -189,7 +194,7 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     if code == "RequestTimeTooSkewed":
         return Denied(f"{where}: {detail}. Set this machine's clock")
     denied = isinstance(error, PermissionError) or names & {"PermissionDeniedError", "UnauthenticatedError"}
-    if code in _DENIED_CODES or status in (401, 403) or denied or "Forbidden:" in detail:
+    if code in _DENIED_CODES or status in (401, 403) or (denied and not unanswered) or "Forbidden:" in detail:
         return Denied(f"{where}: not allowed: {detail}. {_CREDENTIALS_HINT}")
     if names & _NO_CREDENTIALS:
         return Denied(f"{where}: no usable credentials: {detail}. {_CREDENTIALS_HINT}")
@@ -200,7 +205,7 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     missing = isinstance(error, FileNotFoundError) or number in (errno.EISDIR, errno.ENOTDIR)
     if missing or (status == 404 and any(map(_of_the_store, chain))):
         return NotFound(f"{where}: there is no such object")
-    if names & _CONNECTION or isinstance(error, (TimeoutError, ConnectionError)) or _unanswered(chain, status):
+    if names & _CONNECTION or isinstance(error, (TimeoutError, ConnectionError)) or unanswered:
         return Unavailable(f"{where}: no answer: {detail}. {_ENDPOINT_HINT}")
     # Only without a status: a 4xx is a wrong request, even if the library reports a transient errno for it.
     if status is None and number in _TRANSIENT:
@@ -252,7 +257,7 @@ def _of_another_service(chain: list[BaseException]) -> bool:
     """Whether a service for credentials answered, not the store."""
     return any(
         (_of_aws(e) and getattr(e, "operation_name", None) not in _S3_OPERATIONS)
-        or (_of_obstore(e) and _TOKEN_REQUEST in str(e))
+        or (_of_obstore(e) and any(t in str(e) for t in _LOOK_UPS))
         for e in chain
     )
 
@@ -329,7 +334,7 @@ def _code(chain: list[BaseException]) -> tuple[str, int | None]:
                 return "PermanentRedirect", 301
             found, named = _IN_TEXT.search(text), _CODE_IN_TEXT.search(text)
             if found or named:
-                return (named[1] or named[2]) if named else "", int(found["status"]) if found else None
+                return named[named.lastindex or 0] if named else "", int(found["status"]) if found else None
     return "", None
 
 

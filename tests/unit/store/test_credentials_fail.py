@@ -25,10 +25,10 @@ print(json.dumps({"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "Exp
 
 
 class Service(BaseHTTPRequestHandler):
-    """S3 with an object for every name but "absent", and STS, which answers every request with ``sts``."""
+    """S3 with an object for every name but "absent", and STS, which answers every request with ``sts`` and ``code``."""
 
     protocol_version = "HTTP/1.1"
-    sts = 404
+    sts, code = 404, "NoSuchEntity"
     expired = False
 
     def do_HEAD(self) -> None:
@@ -39,7 +39,7 @@ class Service(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer(self.sts, b"<ErrorResponse><Error><Code>NoSuchEntity</Code></Error></ErrorResponse>")
+        self._answer(self.sts, f"<ErrorResponse><Error><Code>{self.code}</Code></Error></ErrorResponse>".encode())
 
     def _answer(self, status: int, body: bytes = b"") -> None:
         self.send_response(status)
@@ -131,6 +131,19 @@ class TestCredentials:
         monkeypatch.setattr(Service, "sts", status)
         _role(tmp_path, monkeypatch).write_text("identity")
         _require_denied(_open(backend), "NoSuchEntity.*AssumeRoleWithWebIdentity")
+
+    @pytest.mark.parametrize("status", [503, None])
+    def test_sts_answers_later(
+        self, backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int | None
+    ) -> None:
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+        monkeypatch.setattr(Service, "sts", status)
+        monkeypatch.setattr(Service, "code", "ServiceUnavailable")
+        if status is None:
+            monkeypatch.setenv("AWS_ENDPOINT_URL_STS", "http://127.0.0.1:1")
+        _role(tmp_path, monkeypatch).write_text("identity")
+        with pytest.raises(Unavailable, match="AssumeRoleWithWebIdentity" if status else "127.0.0.1:1"):
+            is_closed(_open(backend), 1)
 
 
 class ClientError(Exception):

@@ -61,6 +61,8 @@ def test_azures_log_in_service_does_not_say_that_an_object_is_missing() -> None:
     for what, kind in (("token", Denied), ("list", NotFound)):
         error = GenericError(f"Generic MicrosoftAzure error: Error performing {what} request: {said}")
         assert type(translate(error, "list az://bkt/o", "bkt", Redactor({}, {}))) is kind
+    lost = GenericError(f"Error performing token request: HTTP error: error sending request{_RUST}")
+    assert type(translate(lost, "list az://bkt/o", "bkt", Redactor({}, {}))) is Unavailable
 
 
 def test_what_can_be_mended() -> None:
