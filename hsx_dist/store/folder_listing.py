@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hsx_dist.errors import StoreError
+from hsx_dist.errors import StoreError, Unavailable
 from hsx_dist.store.base import ObjectInfo
 
 #: Prefix of unfinished objects. They are in the folder of their final name: a rename cannot cross file systems.
@@ -18,10 +18,20 @@ class FolderListing:
     """One listing of the files below ``root``.
 
     A folder that may not be read raises ``PermissionError``. With ``unreadable``, that function gets its name instead.
+    ``was_there``: whether ``root`` existed before. If it is missing now, a mount may be gone.
     """
 
-    def __init__(self, root: Path, prefix: str, after: str | None, unreadable: Callable[[str], None] | None = None):
+    def __init__(
+        self,
+        root: Path,
+        prefix: str,
+        after: str | None,
+        unreadable: Callable[[str], None] | None = None,
+        *,
+        was_there: bool = False,
+    ):
         self._root = root
+        self._was_there = was_there
         self._prefix = prefix
         self._after = after
         self._unreadable = unreadable
@@ -31,6 +41,10 @@ class FolderListing:
         try:
             entries = _entries(self._root, folder)
         except FileNotFoundError:
+            if self._was_there and not self._root.exists():
+                raise Unavailable(
+                    f"list {self._root}: expected the folder, which existed before, got none. Check its mount"
+                ) from None
             return  # nothing is stored yet, or the folder was just removed
         except PermissionError:
             if not folder:

@@ -49,10 +49,10 @@ class HttpStore(FsspecStore):
             self._known = name
         return answer
 
-    def _list_any(self, prefix: str) -> Iterator[ObjectInfo]:
+    def _list_any(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
         if not self._lists_folders:
             self._require_listings(prefix)
-        yield from super()._list_any(prefix)
+        yield from super()._list_any(prefix, after)
 
     def _require_listings(self, prefix: str) -> None:
         """Raise ``StoreError`` unless the root's page names the known object, or anything if none is known.

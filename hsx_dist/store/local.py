@@ -55,6 +55,8 @@ class LocalStore:
     Sockets, FIFOs and devices are no objects.
     """
 
+    _was_there = False  # whether this object has seen its root
+
     def __init__(self, root: str | os.PathLike[str]):
         self._root = Path(root).expanduser().absolute()
 
@@ -234,6 +236,7 @@ class LocalStore:
         # Opening a FIFO would block until another process writes into it.
         with _opened(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
             self._require_file(name, os.fstat(fd))
+            self._was_there = True
             yield fd
 
     def _require_file(self, name: str, found: os.stat_result) -> None:
@@ -248,6 +251,7 @@ class LocalStore:
         self._root.mkdir(parents=True, exist_ok=True)
         with opened(self._root) as root:
             _synced.once(os.path.realpath(self._root), root, lambda: self._sync_root(root))
+            self._was_there = True
         with opened(self._root, folder, make=True, own_links=True, entered=_sync_name) as fd:
             yield fd
 
@@ -263,7 +267,9 @@ class LocalStore:
     def _listed(
         self, prefix: str, after: str | None, unreadable: Callable[[str], None] | None = None
     ) -> Iterator[ObjectInfo]:
-        return FolderListing(self._root, prefix, after, unreadable).objects()
+        listing = FolderListing(self._root, prefix, after, unreadable, was_there=self._was_there)
+        self._was_there = self._was_there or self._root.exists()
+        return listing.objects()
 
     @contextmanager
     def _translating(self, verb: str, name: str) -> Iterator[None]:

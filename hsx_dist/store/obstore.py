@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hsx_dist.config.urls import public_url
 from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, is_error
@@ -16,7 +16,6 @@ from hsx_dist.store.base import (
     PIECES_AT_ONCE,
     SLOWEST_BYTES_S,
     Buffer,
-    Conditional,
     ObjectInfo,
     as_buffers,
     as_bytes_view,
@@ -30,12 +29,17 @@ from hsx_dist.store.faults import Redactor, after_renewal, expired, past_the_end
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.obstore_connection import Connection, NotTranslated
 from hsx_dist.store.obstore_options import connect
-from hsx_dist.store.pages import continues, in_order, name_below, put_in_order
+from hsx_dist.store.pages import continues, in_order, name_below, put_in_order, require_listing
+
+if TYPE_CHECKING:
+    from hsx_dist.store.fsspec import FsspecStore
 
 T = TypeVar("T")
 
 #: Size of a piece of an upload. Smaller objects are uploaded in one request.
 _PIECE = 8 << 20
+#: Names in a page of S3's listings.
+_PAGE = 1000
 #: Concurrent range requests of all reading threads.
 _RANGES_AT_ONCE = 32
 
@@ -67,7 +71,7 @@ class ObstoreStore:
         self._redact = Redactor(self._options, os.environ)
         self._lock = threading.Lock()
         self._full_url = url
-        self._slow: Conditional | None = None
+        self._slow: FsspecStore | None = None
         self._clients: dict[tuple[float, int], Any] = {}
         self._pool = ThreadPoolExecutor(_RANGES_AT_ONCE, thread_name_prefix="hsx-ranges")
         self._connection = self._connect()
@@ -183,7 +187,7 @@ class ObstoreStore:
 
     # -- how -----------------------------------------------------------------------------------------------------
 
-    def _conditional(self) -> Conditional:
+    def _conditional(self) -> FsspecStore:
         """Return a ``FsspecStore`` of the same URL: obstore's deletes have no conditions."""
         if self._scheme not in ("s3", "s3a", "gs", "gcs"):
             raise not_conditional(self.url)
@@ -241,11 +245,16 @@ class ObstoreStore:
         stream = self._call(
             "list", prefix, lambda obs, client: obs.list(client, prefix=folder or None, offset=offset), nbytes=None
         )
+        count, last = 0, offset
         while True:
             # One call per page, so that the error of any page is translated.
             page = self._call("list", prefix, lambda *_: next(stream, None))
             if page is None:
+                self._check_end(prefix, count, last)
                 return
+            if page and self._connection.sorts:
+                last = str(page[-1]["path"])
+            count += len(page)
             if len(page) > 1 and not self._continues:
                 self._check_pages(prefix, folder, [str(entry["path"]) for entry in page])
             for entry in page:
@@ -255,6 +264,26 @@ class ObstoreStore:
                 info = ObjectInfo(name_below(self._root, path, where), int(entry["size"]))
                 if info.size or not self._is_marker(info.name):
                     yield info
+
+    def _check_end(self, prefix: str, count: int, last: str | None) -> None:
+        """Check that a listing ends after ``count`` names. ``last``: the last of them, if the store sorts them.
+
+        obstore takes any XML and some pages of a gateway for an empty page, and for the last one. So this asks again
+        where a page may have ended. Azure's listings are not checked.
+        """
+        where, first_page = f"list {self.url}/{prefix}", self._connection.first_page
+        if count % _PAGE or (count and last is None):
+            return
+        further = False
+        if first_page is not None:
+            start, after = self._root + prefix, {} if last is None else {"StartAfter": last}
+            answer = self._call("list", prefix, lambda *_: first_page(start, MaxKeys=2, **after))
+            require_listing(answer, where)
+            further = any(entry.get("Key") != start for entry in answer.get("Contents", ()))  # start: a folder's marker
+        elif self._scheme in ("gs", "gcs"):
+            further = any(self._conditional().list(prefix, None if last is None else last.removeprefix(self._root)))
+        if further:
+            raise Unavailable(f"{where}: expected all names in a listing, got one without names that follow. Try again")
 
     def _is_marker(self, name: str) -> bool:
         """Whether a listed name without bytes is a console's folder marker: obstore drops the slash at its end."""

@@ -45,8 +45,8 @@ class Connection:
 
     ``make(client_options, retry_config)`` returns obstore's store for the whole bucket. ``renewable``: looking up
     expired credentials again may find new ones. ``region()``: the bucket's region according to the service, or None.
-    ``secrets``: credentials from other sources than the options, to be redacted from texts. ``first_page(prefix)``: the
-    store's answer to a listing of one name, for stores that are not all known to list by pages.
+    ``secrets``: credentials from other sources than the options, to be redacted from texts. ``first_page(prefix,
+    **arguments)``: S3's answer to a listing of one name, from botocore. It shows more of the answer than obstore.
     """
 
     make: Callable[[dict[str, Any], dict[str, Any]], Any]
@@ -58,7 +58,7 @@ class Connection:
     sorts: bool = False
     region: Callable[[], str | None] = lambda: None
     secrets: Collection[str] = ()
-    first_page: Callable[[str], Mapping[str, Any]] | None = None
+    first_page: Callable[..., Mapping[str, Any]] | None = None
 
 
 def only(options: Mapping[str, Any], known: frozenset[str], where: str) -> None:

@@ -224,9 +224,9 @@ def _true_region(client: Any, bucket: str, asked: str) -> str | None:
     return str(actual) if actual and actual != asked else None
 
 
-def _first_page(client: Any, bucket: str, requester_pays: bool, prefix: str) -> Mapping[str, Any]:
+def _first_page(client: Any, bucket: str, requester_pays: bool, prefix: str, **more: Any) -> Mapping[str, Any]:
     payer = {"RequestPayer": "requester"} if requester_pays else {}
-    answer: Mapping[str, Any] = client.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1, **payer)
+    answer: Mapping[str, Any] = client.list_objects_v2(Bucket=bucket, Prefix=prefix, **{"MaxKeys": 1, **payer, **more})
     return answer
 
 

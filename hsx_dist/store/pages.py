@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hsx_dist.errors import StoreError
+from hsx_dist.errors import StoreError, Unavailable
 from hsx_dist.store.base import ObjectInfo, stated_size
 
 
@@ -67,6 +67,20 @@ def listed(entry: Mapping[str, Any], where: str) -> ObjectInfo:
     return ObjectInfo(str(entry["Key"]), stated_size(entry.get("Size"), where))
 
 
+#: Members of S3's answers to a listing. Services omit some of them.
+_LISTING = frozenset(("Name", "KeyCount", "Prefix", "MaxKeys", "IsTruncated"))
+
+
+def require_listing(answer: Mapping[str, Any], where: str) -> None:
+    """Check that S3's answer is a listing. botocore makes an empty one of the page of a gateway, and of other XML.
+
+    Raises:
+        Unavailable: the answer has no member that a listing has.
+    """
+    if _LISTING.isdisjoint(answer):
+        raise Unavailable(f"{where}: expected a listing (ListBucketResult), got another answer. Check the service")
+
+
 def continues(
     first_page: Callable[[str], Mapping[str, Any]], prefix: str, listed_before: Sequence[str], where: str
 ) -> bool:
@@ -79,6 +93,7 @@ def continues(
         StoreError: the answer lacks an object, and has no token. Longer listings would lack objects too.
     """
     answer = first_page(prefix)
+    require_listing(answer, where)
     if next_page(answer, None, where) is not None:
         return True
     named = _keys(answer)
@@ -107,6 +122,7 @@ class Pages:
         token = None
         while True:
             answer = ask(Prefix=prefix, **({"ContinuationToken": token} if token else {}))
+            require_listing(answer, where)
             found = [listed(entry, where) for entry in answer.get("Contents", ())]
             yield from (info for info in found if not info.name.endswith("/"))  # without a console's folder markers
             token = next_page(answer, token, where)
@@ -116,6 +132,26 @@ class Pages:
         if len(found) > 1 and not self._continues:
             keys = [info.name for info in found[:4]]
             self._continues = continues(lambda prefix: ask(Prefix=prefix, MaxKeys=1), prefix, keys, where)
+
+
+def objects_of_gcs(ask: Callable[..., Mapping[str, Any]], prefix: str, where: str) -> Iterator[ObjectInfo]:
+    """Yield all objects of GCS's ``objects.list``, under their whole names. ``ask(**arguments)``: one call's answer.
+
+    Raises:
+        Unavailable: an answer is no listing, such as the page of a gateway.
+        StoreError: an entry lacks the size.
+    """
+    token: dict[str, Any] = {}
+    while True:
+        page = ask(prefix=prefix, **token)
+        if not isinstance(page, Mapping) or page.get("kind") != "storage#objects":
+            raise Unavailable(f"{where}: expected a listing (storage#objects), got another answer. Check the service")
+        for item in page.get("items", ()):
+            if not item["name"].endswith("/"):  # a console's folder marker
+                yield ObjectInfo(item["name"], stated_size(item.get("size"), where))
+        if not page.get("nextPageToken"):
+            return
+        token = {"pageToken": page["nextPageToken"]}
 
 
 def next_page(answer: Mapping[str, Any], token: str | None, where: str) -> str | None:

@@ -95,19 +95,6 @@ def test_a_name_outside_the_listed_folder_raises(
         list(flaky.list())
 
 
-def test_a_missing_bucket_of_gcs_is_not_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GCS's flat listing of an empty prefix is empty, so any NotFound is a real error."""
-    store = FsspecStore("memory://b/run")
-    store._gcs = True
-
-    def find(*_: Any, **__: Any) -> Any:
-        raise FileNotFoundError("b")
-
-    monkeypatch.setattr(type(store._fs), "find", find)
-    with pytest.raises(NotFound):
-        list(store.list())
-
-
 @pytest.mark.parametrize("backend", ["auto", "fsspec", "obstore"])
 def test_a_folder_is_reached_without_a_library(tmp_path: Path, backend: Any) -> None:
     for url in (str(tmp_path), f"file://{tmp_path}", f"local://{tmp_path}"):

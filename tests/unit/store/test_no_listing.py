@@ -1,0 +1,158 @@
+"""An answer that is no listing, such as the page of a gateway, is an error and never an empty listing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from hsx_dist.errors import NotFound, StoreError, Unavailable
+from hsx_dist.store import Store, open_store
+from hsx_dist.store.fsspec import FsspecStore
+from hsx_dist.store.local import LocalStore
+from hsx_dist.store.obstore import ObstoreStore
+from hsx_dist.store.opening import Backend
+
+PAGE = b"<html><body>maintenance</body></html>"
+ERROR = b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>'
+
+
+class Bucket(BaseHTTPRequestHandler):
+    """Lists ``names`` as S3 does, or as GCS does. The answers in ``first`` come first: a body, or ``None`` to list."""
+
+    names: tuple[str, ...] = ()
+    first: list[bytes | None] = []  # noqa: RUF012
+
+    def do_GET(self) -> None:
+        asked = {name: value[0] for name, value in parse_qs(urlsplit(self.path).query).items()}
+        special = self.first.pop(0) if self.first else None
+        body = special if special is not None else (self.s3 if "list-type" in asked else self.gcs)(asked)
+        self.send_response(404 if body == b"404" else 200)
+        self.send_header("Content-Type", "application/json" if body[:1] == b"{" else "application/xml")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def s3(self, asked: dict[str, str]) -> bytes:
+        start = max(asked.get("start-after", ""), asked.get("continuation-token", ""))
+        names = [n for n in self.names if n.startswith(asked.get("prefix", "")) and n > start]
+        page = names[: int(asked.get("max-keys", 1000))]
+        more = f"<NextContinuationToken>{page[-1]}</NextContinuationToken>" if page != names else ""
+        entries = "".join(
+            f"<Contents><Key>{n}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified><Size>1</Size></Contents>"
+            for n in page
+        )
+        said = f"<Name>b</Name><IsTruncated>{str(page != names).lower()}</IsTruncated>{more}{entries}"
+        return f'<?xml version="1.0"?><ListBucketResult>{said}</ListBucketResult>'.encode()
+
+    def gcs(self, asked: dict[str, str]) -> bytes:
+        names = [n for n in self.names if n.startswith(asked.get("prefix", "")) and n >= asked.get("startOffset", "")]
+        start = int(asked.get("pageToken", 0))
+        page: dict[str, Any] = {
+            "kind": "storage#objects",
+            "items": [{"name": n, "size": "1"} for n in names[start:][:2]],
+        }
+        return json.dumps(page | ({"nextPageToken": str(start + 2)} if names[start + 2 :] else {})).encode()
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(Bucket, "names", ("r/a", "r/b", "r/c/d"))
+    monkeypatch.setattr(Bucket, "first", [])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def s3(url: str, backend: Backend) -> Store:
+    once = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
+    options = {"key": "k", "secret": "s", "endpoint_url": url, **once}
+    return open_store("s3://b/r", options, backend=backend, retry_seconds=0)
+
+
+def names(store: Store, after: str | None = None) -> list[str]:
+    return [info.name for info in store.list(after=after)]
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+@pytest.mark.parametrize("answers", [[PAGE], [PAGE] * 9, [ERROR], [ERROR] * 9])
+def test_another_answer_of_s3_is_no_listing(url: str, backend: Backend, answers: list[bytes | None]) -> None:
+    store = s3(url, backend)
+    Bucket.first[:] = answers
+    with pytest.raises(Unavailable, match="list s3://b/r/"):
+        names(store)
+    Bucket.first.clear()
+    assert names(store) == ["a", "b", "c/d"]
+    Bucket.names = ()
+    assert names(store) == []
+
+
+def test_a_page_in_the_middle_of_a_listing_ends_none(url: str) -> None:
+    """Of a service that sorts its names, as AWS does."""
+    Bucket.names = tuple(f"r/{i:04d}" for i in range(1500))
+    store = s3(url, "obstore")
+    inner = store._inner  # type: ignore[attr-defined]
+    inner._connection = replace(inner._connection, sorts=True)
+    assert len(names(store)) == 1500
+    Bucket.first[:] = [None, PAGE]
+    with pytest.raises(Unavailable, match="got one without names that follow"):
+        names(store)
+    assert len(names(store)) == 1500
+    Bucket.names = Bucket.names[:1000]
+    assert len(names(store)) == 1000
+    assert names(store, "0999") == []
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"error":{"code":503,"message":"x"}}', b"[]", PAGE])
+@pytest.mark.parametrize("before", [0, 1])
+def test_another_answer_of_gcs_is_no_listing(
+    url: str, monkeypatch: pytest.MonkeyPatch, body: bytes, before: int
+) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
+    store = open_store(
+        "gs://b/r", {"token": "anon", "project": "p", "endpoint_url": url}, backend="fsspec", retry_seconds=0
+    )
+    Bucket.first[:] = [*[None] * before, body]
+    with pytest.raises(StoreError, match="list gs://b/r/"):
+        names(store)
+    assert (names(store), names(store, "b")) == (["a", "b", "c/d"], ["c/d"])
+    Bucket.first[:] = [b"404"]
+    with pytest.raises(NotFound):  # the bucket is missing
+        names(store)
+
+
+def test_an_empty_listing_of_gcs_by_obstore_is_confirmed(tmp_path: Path) -> None:
+    store = ObstoreStore(f"file://{tmp_path}")
+    other = FsspecStore(f"memory://{tmp_path.name}/confirmed")
+    store._scheme, store._slow = "gs", other
+    assert names(store) == []
+    other.put("a", [b"1"])
+    with pytest.raises(Unavailable, match="got one without names that follow"):
+        names(store)
+
+
+def test_a_folder_that_is_gone_is_not_empty(tmp_path: Path) -> None:
+    """Its mount may be gone for a moment."""
+    (tmp_path / "mount/run").mkdir(parents=True)
+    for use in (LocalStore.list, lambda store: [store.get("a")]):
+        (tmp_path / "mount/run/a").write_bytes(b"1")
+        store = LocalStore(tmp_path / "mount/run")
+        assert list(use(store))
+        (tmp_path / "mount").rename(tmp_path / "away")
+        with pytest.raises(Unavailable, match="expected the folder, which existed before"):
+            list(store.list("manifest/"))
+        assert list(LocalStore(tmp_path / "mount/run").list()) == []
+        (tmp_path / "away").rename(tmp_path / "mount")
+        assert names(store) == ["a"]
+        assert names(LocalStore(tmp_path / "mount/run/none")) == []
