@@ -104,16 +104,19 @@ def list_logs(store: Store) -> dict[Log, int]:
     Raises ``StoreError``.
     """
     # List parts before receipts, because a part is stored before its receipt.
-    logs: dict[Log, int] = {}
-    for info in store.list("data/"):
-        part = parse_part_name(info.name)
-        if part is not None:
-            logs.setdefault(part[:2], 0)
+    writers = _writers(store)
+    receipts: dict[Log, int] = {}
     for info in store.list("manifest/"):
         parsed = parse_receipt_name(info.name)
         if parsed is not None:
-            logs[parsed[:2]] = max(logs.get(parsed[:2], 0), parsed[2])
-    return logs
+            receipts[parsed[:2]] = max(receipts.get(parsed[:2], 0), parsed[2])
+    if receipts and not writers:
+        writers = _writers(store)  # consumers have removed all parts, or the store's first answer was no listing
+    return dict.fromkeys(writers, 0) | receipts
+
+
+def _writers(store: Store) -> set[Log]:
+    return {part[:2] for info in store.list("data/") if (part := parse_part_name(info.name)) is not None}
 
 
 def seal_logs(store: Store, logs: Mapping[Log, int], by: str) -> None:
@@ -170,18 +173,17 @@ class LogReader:
         """
         return _before_seals(store, self._new(store), self._read)
 
-    def require_ended(self, store: Store, logs: Iterable[Log]) -> None:
-        """Check that all receipts of ``logs``, which are sealed, were read.
+    def require_ended(self, store: Store, logs: Iterable[Log], *, whole: bool = False) -> None:
+        """Check that all receipts of ``logs``, which are sealed, were read. Ignores logs that this does not read.
+
+        ``whole``: also check that the attempts of ``logs`` have no other logs, which were not sealed.
 
         Raises:
-            StoreError: a seal was not read. The store's listing lacks names at the end of a log.
+            StoreError: a seal was not read. This listing of the store lacks names, or an earlier one did.
         """
-        for log in logs:
-            if self._read.get(log) != LARGEST_NUMBER:
-                raise StoreError(
-                    f"{store.url}/{receipt_name(*log, 1).rpartition('/')[0]}: expected a listing with the seal stored "
-                    "there, got none: receipts may be missing too. Try again, or use another store"
-                )
+        wanted = {log for log in logs if log[0] > self._after}
+        ended = {log for log, last in self._read.items() if last == LARGEST_NUMBER}
+        _require_seals(store, wanted, self._read if whole else (), ended)
 
     def _new(self, store: Store) -> Iterator[ObjectInfo]:
         # "~" sorts after every writer's name. From 1000 on, later attempts may sort earlier: 10000 is before 1001.
@@ -220,11 +222,28 @@ def _behind(log: Log, last: int, name: str) -> str:
     return after if after > name else rest
 
 
-def new_receipts(store: Store, known: Callable[[tuple[int, str, int]], bool], attempt: int) -> Iterator[Receipt]:
+def new_receipts(
+    store: Store, known: Callable[[tuple[int, str, int]], bool], attempt: int, sealed: Iterable[Log] = ()
+) -> Iterator[Receipt]:
     """The receipts of one ``attempt`` that are not ``known``. Raises like ``LogReader.read``, but does not detect
-    gaps."""
-    listed = store.list(f"manifest/{attempt:04d}/")
-    return _before_seals(store, (i for i in listed if (e := parse_receipt_name(i.name)) and not known(e)), None)
+    gaps.
+
+    ``sealed``: all logs of the attempt, if they are sealed. Raises like ``LogReader.require_ended`` with ``whole``.
+    """
+    listed = {e: i for i in store.list(f"manifest/{attempt:04d}/") if (e := parse_receipt_name(i.name))}
+    ended: set[Log] = set()
+    yield from _before_seals(store, (info for entry, info in listed.items() if not known(entry)), None, ended)
+    _require_seals(store, set(sealed), (entry[:2] for entry in listed), ended)
+
+
+def _require_seals(store: Store, sealed: set[Log], listed: Iterable[Log], ended: set[Log]) -> None:
+    """Check that the ``sealed`` logs, and the ``listed`` logs of their attempts, are ``ended``."""
+    attempts = {attempt for attempt, _ in sealed}
+    for log in sorted(sealed.union(log for log in listed if log[0] in attempts) - ended):
+        raise StoreError(
+            f"{store.url}/{receipt_name(*log, 1).rpartition('/')[0]}: expected a listing with the seal stored "
+            "there, got none: receipts may be missing too. Try again, or use another store"
+        )
 
 
 def receipts_up_to(store: Store, attempt: int) -> Iterator[Receipt]:
@@ -233,12 +252,15 @@ def receipts_up_to(store: Store, attempt: int) -> Iterator[Receipt]:
     return _before_seals(store, (i for i in listed if (e := parse_receipt_name(i.name)) and e[0] <= attempt), {})
 
 
-def _before_seals(store: Store, listed: Iterable[ObjectInfo], done: dict[Log, int] | None) -> Iterator[Receipt]:
+def _before_seals(
+    store: Store, listed: Iterable[ObjectInfo], done: dict[Log, int] | None, ended: set[Log] | None = None
+) -> Iterator[Receipt]:
     """The receipts of ``listed``, in each log up to its seal.
 
     ``done``: by log, the last number that was read. It is updated, and a missing number after it is an error. ``None``:
-    gaps are not detected.
+    gaps are not detected. ``ended``: gets the logs whose seal was read.
     """
+    ended = set() if ended is None else ended
     sizes = {entry: info.size for info in listed if (entry := parse_receipt_name(info.name)) is not None}
     entries, budget = sorted(sizes), ByteBudget(_BYTES_AT_ONCE)
 
@@ -250,7 +272,6 @@ def _before_seals(store: Store, listed: Iterable[ObjectInfo], done: dict[Log, in
             _clear_frames(e)
             return e  # raised below, unless the log ends before this entry
 
-    ended: set[Log] = set()
     unlisted: set[str] = set()
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="hsx-receipts") as pool, ExitStack() as after:
         after.callback(pool.shutdown, cancel_futures=True)  # after an error no other receipt is read

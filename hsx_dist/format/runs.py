@@ -62,7 +62,6 @@ __all__ = [
     "refuse_version_1",
     "receipts_after",
     "require_conditional_puts",
-    "scan_receipts",
     "seal_attempts",
     "take_attempt",
     "version_1_refuses",
@@ -116,7 +115,7 @@ def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
     while not put_own(store, attempt_name(attempt), dump_json({**info, "attempt": attempt, **own})):
         attempt += 1
     # List after the put. An attempt is taken only after all earlier ones, so the listing has every earlier one.
-    names = {info.name for info in store.list("attempts/")}
+    names = _listed(store, attempt)
     for earlier in _attempts(names):
         if earlier < attempt and closed_name(earlier) not in names:
             _close(store, earlier, attempt)
@@ -159,21 +158,22 @@ def require_conditional_puts(store: Store, hint: str = "") -> None:
     )
 
 
-def seal_attempts(store: Store, last: int, by: int) -> None:
+def seal_attempts(store: Store, last: int, by: int) -> list[Log]:
     """Seal the logs of all writers of the attempts up to ``last``, which are closed. When this returns, the receipts of
-    those attempts are final. ``by``: the attempt that seals them.
+    those attempts are final. ``by``: the attempt that seals them, which is taken. Returns the logs.
 
     A writer that has not stored a part yet has no log to seal. It cannot store a receipt either, because after it has
     stored a part it checks whether its attempt is closed.
     """
-    _seal(store, [attempt for attempt in attempts_of(store) if attempt <= last], by)
+    return _seal(store, [attempt for attempt in _attempts(_listed(store, by)) if attempt <= last], by)
 
 
-def _seal(store: Store, attempts: Sequence[int], by: int) -> None:
+def _seal(store: Store, attempts: Sequence[int], by: int) -> list[Log]:
     # The name of a driver's log follows from its attempt, so that it can be sealed before it has an object.
     logs = {(attempt, DRIVER): 0 for attempt in attempts}
     logs |= {log: number for log, number in list_logs(store).items() if log[0] in attempts}
     seal_logs(store, logs, f"attempt {by}")
+    return list(logs)
 
 
 def refuse_version_1(store: Store, attempt: int) -> None:
@@ -191,14 +191,15 @@ def version_1_refuses(store: Store, attempt: int) -> bool:
     return True
 
 
-def close_attempt(store: Store, attempt: int) -> None:
+def close_attempt(store: Store, attempt: int) -> list[Log]:
     """Stop the writers of the caller's attempt, after the last row. When this returns, their receipts are final.
+    Returns their logs.
 
     Without this, a writer that the driver has abandoned could prove a sample after the manifest was compacted. A reader
     would see that sample only until the attempt is complete.
     """
     _close(store, attempt, attempt)
-    _seal(store, [attempt], attempt)
+    return _seal(store, [attempt], attempt)
 
 
 def read_attempt(store: Store, attempt: int) -> dict[str, Any] | None:
@@ -214,7 +215,21 @@ def newest_attempt(store: Store) -> int:
 def attempts_of(store: Store) -> list[int]:
     """The numbers of the attempts, from a listing. A forged name may have any number, so callers must not loop up to
     it."""
-    return _attempts(info.name for info in store.list("attempts/"))
+    return _attempts(_listed(store))
+
+
+def _listed(store: Store, taken: int = 0) -> set[str]:
+    """The names below ``attempts/``. Raises ``StoreError`` if the listing lacks the attempt ``taken``, or has no
+    attempt although the first one exists."""
+    names = {info.name for info in store.list("attempts/")}
+    if not taken and not _attempts(names) and is_fenced(store, 0):
+        taken, names = 1, {info.name for info in store.list("attempts/")}  # perhaps it was taken since
+    if taken and attempt_name(taken) not in names:
+        raise StoreError(
+            f"{store.url}/{attempt_name(taken)}: expected a listing with this object, which exists, got one without "
+            "it: other names may be missing too. Try again, or use another store"
+        )
+    return names
 
 
 def _attempts(names: Iterable[str]) -> list[int]:
@@ -259,28 +274,31 @@ def read_heartbeat(store: Store, attempt: int) -> dict[str, Any] | None:
     return find_json(store, heartbeat_name(attempt), _HEARTBEAT_MEMBERS)
 
 
-def load_manifest(store: Store) -> Manifest:
+def load_manifest(store: Store, sealed: Iterable[Log] = ()) -> Manifest:
     """The manifest of the run: the compacted manifest of the last completed attempt, if any, and all later receipts.
+
+    ``sealed``: the logs of ``seal_attempts``, if the caller relies on their receipts.
 
     Raises:
         IntegrityError: a receipt is missing or damaged.
         FormatError: an object with a receipt's name is not a receipt.
+        StoreError: the store's listing lacks a seal of ``sealed``, or the listing of ``seal_attempts`` lacked a log.
     """
-    return Manifest(scan_receipts(store))
+    return Manifest(receipts_after(store, read_complete(store), sealed))
 
 
-def scan_receipts(store: Store) -> Iterator[Receipt]:
-    """Iterate over the receipts that ``load_manifest`` reads. Raises the same errors."""
-    return receipts_after(store, read_complete(store))
+def receipts_after(store: Store, complete: Mapping[str, Any] | None, sealed: Iterable[Log] = ()) -> Iterator[Receipt]:
+    """Iterate over the receipts that ``load_manifest`` reads. Raises the same errors.
 
-
-def receipts_after(store: Store, complete: Mapping[str, Any] | None) -> Iterator[Receipt]:
-    """Like ``scan_receipts``, with a completion object that the caller has read."""
+    ``complete``: ``read_complete``, which the caller has called before.
+    """
     after = 0
     if complete is not None:
         yield from read_compacted(store, complete)
         after = int(complete["attempt"])
-    yield from LogReader(after).read(store)
+    logs = LogReader(after)
+    yield from logs.read(store)
+    logs.require_ended(store, sealed, whole=True)
 
 
 def all_receipts(store: Store, sealed: Iterable[Log] = ()) -> Iterator[Receipt]:
@@ -368,7 +386,7 @@ def newest_and_complete(store: Store) -> tuple[int, dict[str, Any] | None]:
 
     Raises ``FormatError`` like ``read_complete``.
     """
-    names = [info.name for info in store.list("attempts/")]
+    names = _listed(store)
     completed = max((int(m[1]) for m in map(_COMPLETED.fullmatch, names) if m), default=0)
     return max(_attempts(names), default=0), _find_complete(store, completed)
 

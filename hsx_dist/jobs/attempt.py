@@ -107,10 +107,10 @@ def take_over(place: Place, attempt: int, console: Console) -> tuple[RowLedger, 
         StoreError, FormatError: as ``load_manifest``.
     """
     store = place.store
-    seal_attempts(store, attempt - 1, attempt)
+    sealed = seal_attempts(store, attempt - 1, attempt)
     if place.version == 1:
         refuse_version_1(store, attempt)
-    manifest = load_manifest(store)
+    manifest = load_manifest(store, sealed)
     ledger = RowLedger(store, attempt, manifest)
     if lost := missing_parts(store, manifest, place.version):
         before = len(manifest.samples)
@@ -133,8 +133,7 @@ def complete(place: Place, ledger: RowLedger, attempt: int, manifest: Manifest, 
         Fenced: a newer attempt was taken.
         StoreError: the store failed, or lacks parts. For example, a node lost the mount of a shared folder meanwhile.
     """
-    close_attempt(place.store, attempt)
-    ledger.read_new_receipts()
+    ledger.read_new_receipts(close_attempt(place.store, attempt))
     if lost := missing_parts(place.store, manifest, place.version):
         raise StoreError(
             f"{place.store.url}: expected the parts that receipts name, got {len(lost)} missing parts ({lost[0]}, …). "

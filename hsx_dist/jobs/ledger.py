@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
 
 from hsx_dist.errors import FormatError
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate
-from hsx_dist.format.receipt_log import ReceiptLog, new_receipts
+from hsx_dist.format.receipt_log import Log, ReceiptLog, new_receipts
 from hsx_dist.format.runs import DRIVER
 from hsx_dist.inputs.refused import RefusedRows
 from hsx_dist.store import Store
@@ -105,7 +105,13 @@ class RowLedger:
             )
         )
 
-    def read_new_receipts(self) -> None:
-        """Add receipts to the manifest that writers of this attempt stored and did not report."""
-        for receipt in new_receipts(self.store, self._manifest.has_receipt, self._attempt):
+    def read_new_receipts(self, sealed: Iterable[Log] = ()) -> None:
+        """Add receipts to the manifest that writers of this attempt stored and did not report.
+
+        ``sealed``: the logs of ``close_attempt``, after which there are no others.
+
+        Raises:
+            StoreError: the store's listing lacks a seal of ``sealed``, or that of ``close_attempt`` lacked a log.
+        """
+        for receipt in new_receipts(self.store, self._manifest.has_receipt, self._attempt, sealed):
             self._manifest.add(receipt)

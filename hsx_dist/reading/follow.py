@@ -15,7 +15,7 @@ from hsx_dist.format.manifest import Manifest, Receipt, SampleRecord
 from hsx_dist.format.names import attempt_name, parse_receipt_name, receipt_name
 from hsx_dist.format.place import Place
 from hsx_dist.format.receipt_log import read_entry
-from hsx_dist.format.runs import is_fenced, newest_attempt, read_complete, read_heartbeat, scan_receipts
+from hsx_dist.format.runs import is_fenced, newest_attempt, read_complete, read_heartbeat, receipts_after
 from hsx_dist.reading.order import EpochPosition
 from hsx_dist.reading.select import Selection
 from hsx_dist.store import Store
@@ -242,11 +242,11 @@ class Follower:
             yield from self._follow()
 
     def _follow(self) -> Iterator[SampleRecord | None]:
-        yield from self._everything()
+        yield from self._everything(read_complete(self._store))
         discovered = self._clock()
         while True:
-            if self._is_complete():
-                yield from self._everything()
+            if (complete := self._completion()) is not None:
+                yield from self._everything(complete)
                 # A newer attempt may have declared parts lost before these receipts were read, to compute them again.
                 if not is_fenced(self._store, self._newest):
                     return
@@ -262,16 +262,19 @@ class Follower:
                 yield None
                 self._sleep(self._poll)
 
-    def _is_complete(self) -> bool:
+    def _completion(self) -> dict[str, Any] | None:
+        """The completion object of the newest attempt, if it is complete."""
         self._newest = self._newest or newest_attempt(self._store)
-        if not self._newest or read_complete(self._store, self._newest) is None:
-            return False
+        complete = read_complete(self._store, self._newest) if self._newest else None
+        if complete is None:
+            return None
         completed, self._newest = self._newest, newest_attempt(self._store)
-        return completed == self._newest
+        return complete if completed == self._newest else None
 
-    def _everything(self) -> Iterator[SampleRecord]:
+    def _everything(self, complete: Mapping[str, Any] | None) -> Iterator[SampleRecord]:
         """Read all stored receipts that are not known yet, and yield the samples that they complete."""
-        found = [r for r in scan_receipts(self._store) if r.seq >= self._next.get((r.attempt, r.writer), 1)]
+        scanned = receipts_after(self._store, complete)
+        found = [r for r in scanned if r.seq >= self._next.get((r.attempt, r.writer), 1)]
         found.sort(key=lambda r: r.id)  # ``done`` relies on each writer's order
         # Void the lost parts first: their samples are then completed by the attempt that computed them again.
         self._manifest.declare_void([part for receipt in found for part in receipt.void])

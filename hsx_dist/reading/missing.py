@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from hsx_dist.errors import NotFound
+from hsx_dist.errors import NotFound, StoreError
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.names import parse_part_name
 from hsx_dist.format.runs import version_1_refuses
@@ -91,7 +91,7 @@ def missing_parts(store: Store, manifest: Manifest, version: int) -> list[str]:
     A removed part is also lost if it held another copy of a lost sample, and its mark does not record that all its
     samples were used. Read ``manifest`` before calling this.
 
-    Raises ``StoreError``.
+    Raises ``StoreError``, also if the listing of the marks lacks one.
     """
     stored = stored_parts(store)
     absent = [part for part in manifest.parts if part not in stored]
@@ -100,6 +100,12 @@ def missing_parts(store: Store, manifest: Manifest, version: int) -> list[str]:
     # Read marks after the listing: a part's mark is stored before the part is deleted, so none can be missed.
     removed = _removals(store, version, store.list(CONSUMED))
     lost = set(_not_stored(store, (part for part in absent if part not in removed)))
+    marks = {removal_mark(part) for part in lost}
+    if unlisted := marks.difference(_not_stored(store, marks)):
+        raise StoreError(
+            f"{store.url}/{min(unlisted)}: expected a listing with this mark, which exists, got one without it: other "
+            "marks may be missing too. Try again, or use another store"
+        )
     keys = {key for part in lost for key in list(manifest.parts[part].table.keys())}
     for record in filter(None, map(manifest.samples.get, keys)):
         if not lost.isdisjoint(proof.part for proof in record.segments):
@@ -107,15 +113,15 @@ def missing_parts(store: Store, manifest: Manifest, version: int) -> list[str]:
     return sorted(lost)
 
 
-def _not_stored(store: Store, parts: Iterable[str]) -> list[str]:
-    """The ``parts`` that do not exist, checked with a request for each, because a listing may be stale."""
+def _not_stored(store: Store, names: Iterable[str]) -> list[str]:
+    """The ``names`` that do not exist, checked with a request for each, because a listing may lack names."""
 
-    def absent(part: str) -> str | None:
+    def absent(name: str) -> str | None:
         try:
-            store.head(part)
+            store.head(name)
         except NotFound:
-            return part
+            return name
         return None
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="hsx-missing") as pool:
-        return [part for part in pool.map(absent, parts) if part is not None]
+        return [name for name in pool.map(absent, names) if name is not None]

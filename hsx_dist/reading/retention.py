@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hsx_dist.errors import AlreadyExists, ConfigError, RunError
+from hsx_dist.errors import AlreadyExists, ConfigError, RunError, StoreError
 from hsx_dist.format.json_objects import list_of, or_null, text
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.manifest_reader import ManifestReader
@@ -181,6 +181,11 @@ class Retention:
         with suppress(AlreadyExists):  # an earlier process of this rank stored it
             self._store.put_if_absent(folder + self._me, mark_of(part))
         marks = list(self._store.list(folder))
+        if all(mark.name != folder + self._me for mark in marks):
+            raise StoreError(
+                f"{self._store.url}/{folder}{self._me}: expected a listing with this mark, which exists, got one "
+                "without it: other marks may be missing too. Try again, or use another store"
+            )
         if used_by_all(marks, self._consumers):
             # Store the mark before deleting the part: a missing part without the mark counts as lost.
             every_copy = all(covers_every_copy(part, mark) for mark in marks if mark.name != removal_mark(part))

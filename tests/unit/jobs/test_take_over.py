@@ -407,7 +407,7 @@ def test_an_error_during_a_removal_names_the_removal(
     config = load_config(None, (), model="m", output=place.root.url)
     manifest = load_manifest(place.store)
 
-    def removed_meanwhile(_: Any) -> Any:
+    def removed_meanwhile(*_: Any) -> Any:
         remove_run(place.root, place)
         raise NotFound("manifest/0001/w/000001.json: no such object")
 

@@ -94,7 +94,7 @@ def steps_over_seals(m: pytest.MonkeyPatch) -> None:
 
 
 def gc_needs_no_seal(m: pytest.MonkeyPatch) -> None:
-    m.setattr(receipt_log.LogReader, "require_ended", lambda *_: None)
+    m.setattr(receipt_log.LogReader, "require_ended", lambda *_, **__: None)
 
 
 def gc_does_not_seal(m: pytest.MonkeyPatch) -> None:
@@ -114,8 +114,8 @@ def gc_does_not_look_again(m: pytest.MonkeyPatch) -> None:
 
 
 def gc_believes_the_compacted_manifest(m: pytest.MonkeyPatch) -> None:
-    m.setattr(garbage, "all_receipts", runs.scan_receipts)
-    m.setattr(attempt, "close_attempt", lambda *_: None)
+    m.setattr(garbage, "all_receipts", lambda store, _: runs.receipts_after(store, runs.read_complete(store)))
+    m.setattr(attempt, "close_attempt", lambda *_: [])
 
 
 def names_without_a_run_id(m: pytest.MonkeyPatch) -> None:
@@ -137,12 +137,12 @@ def a_reader_does_not_look_for_a_removal(m: pytest.MonkeyPatch) -> None:
 
 
 def a_driver_does_not_seal(m: pytest.MonkeyPatch) -> None:
-    m.setattr(attempt, "seal_attempts", lambda *_: None)
+    m.setattr(attempt, "seal_attempts", lambda *_: [])
     m.setattr(receipt_log, "is_closed", lambda *_: False)
 
 
 def an_attempt_completes_without_being_closed(m: pytest.MonkeyPatch) -> None:
-    m.setattr(attempt, "close_attempt", lambda *_: None)
+    m.setattr(attempt, "close_attempt", lambda *_: [])
 
 
 def a_writer_does_not_ask_whether_its_attempt_is_closed(m: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def test_a_follower_of_a_removed_run_raises_that_the_run_is_removed() -> None:
 
 def test_each_module_that_reads_a_manifest_looks_for_a_removal() -> None:
     """A new reader cannot forget the check."""
-    reads = {"load_manifest", "scan_receipts", "receipts_after", "newest_and_complete", "ManifestReader"}
+    reads = {"load_manifest", "receipts_after", "newest_and_complete", "ManifestReader"}
     assert reads <= {*runs.__all__, ManifestReader.__name__}
     root = Path(hsx_dist.__file__).parent
     # These read while they change the run. A driver checks at its end; gc and retention delete by receipts.
