@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hsx_dist.config.urls import public_url
-from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, is_error
+from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, Unavailable, is_error
 from hsx_dist.store.base import (
     PATIENCE_S,
     PIECES_AT_ONCE,
