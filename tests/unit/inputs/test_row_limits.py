@@ -542,7 +542,7 @@ def test_the_memory_of_a_row_is_that_of_its_objects(fields: dict[str, Any]) -> N
     row = pickle.loads(line)
     pickle.dumps(row)
     taken = tracemalloc.get_traced_memory()[0]
-    assert taken < 1.3 * row.memory < 2.6 * taken
+    assert taken < 1.3 * row.memory < 2.8 * taken
 
 
 def test_a_row_of_a_table_that_takes_too_much_counts_with_all_that_it_may_take(
