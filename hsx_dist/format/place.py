@@ -212,6 +212,9 @@ def leftovers(root: Store, *, removed_only: bool = False) -> list[str]:
     Their removal did not finish, one of their processes wrote after it, or their description was deleted. A folder
     that no tombstone at this place names counts only if it has a receipt or a part, and no ``run.json``.
     ``removed_only``: only runs that a tombstone at this place names.
+
+    Raises:
+        RunError: ``root`` is itself the folder of a run's objects.
     """
     # List the folders before reading the description. A run's description is stored before any object in its folder,
     # so the folder of a run that starts now cannot be taken for a leftover.
@@ -219,6 +222,10 @@ def leftovers(root: Store, *, removed_only: bool = False) -> list[str]:
     if has_evidence(root, ""):
         found[""] = True
     place, number, mark = _look(root)
+    url = root.url.rstrip("/")
+    if "" in found and place is None and mark is None and _FOLDER.fullmatch(f"{url.rpartition('/')[2]}/"):
+        # The description and the tombstone of this run are above its folder.
+        raise RunError(f"{url}: expected a run's place, got the folder of its objects. Name the folder above it")
     if mark is not None and mark.get("version") == 1 and next(run_objects(root, ""), None) is not None:
         found.setdefault("", False)
     if place is not None:

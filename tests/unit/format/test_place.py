@@ -146,6 +146,15 @@ def test_a_folder_that_no_tombstone_names_is_not_garbage(root: LocalStore) -> No
     assert leftovers(root, removed_only=True) == []
 
 
+def test_a_runs_folder_is_no_place_with_leftovers(root: LocalStore) -> None:
+    """``hsx rm`` would remove a run's objects there, and leave its description above them."""
+    inner = PrefixStore(root, start_run(root, {}).folder)
+    inner.put("data/part-0001-w-000001.safetensors", [b"x"])
+    for removed_only in (True, False):
+        with pytest.raises(RunError, match=r"run-[0-9a-f]{16}: expected a run's place, .* Name the folder above it"):
+            leftovers(inner, removed_only=removed_only)
+
+
 def test_a_version_1_run_in_a_folder_of_the_place_is_no_leftover(root: LocalStore) -> None:
     """Its folder may be named like a run's."""
     inner = PrefixStore(root, f"run-{7:016x}")
