@@ -397,6 +397,14 @@ def columns_of(sample: Sample) -> Mapping[str, PointColumns]:
     return sample._by_point()
 
 
+def header_bytes_of(sample: Sample) -> int:
+    """Bytes of the headers of all parts that hold the sample. Raises as ``Sample.load``."""
+    parts: dict[str, Part] = {}
+    for column in sample._columns:
+        parts |= column.parts(range(len(column)))
+    return sum(part.header_bytes for part in parts.values())
+
+
 def attached_of(sample: Sample, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
     """As ``sample.attached()``, only these arrays. ``ConfigError``: the sample lacks one."""
     part, slot = sample._columns[0].part(0)

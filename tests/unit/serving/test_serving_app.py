@@ -685,6 +685,15 @@ def test_decoded_metadata_counts_as_memory_of_an_answer(tmp_path, unit):
         assert states_file.StatesFile(sample, states_file.Range()).loading_bytes >= nbytes
 
 
+@pytest.mark.traced
+def test_decoded_headers_count_as_memory_of_an_answer(tmp_path):
+    store_sample(tmp_path, random_sample("k", 4000, layer_ids=range(40), hidden_size=1, chunk_tokens=8))
+    trace_memory()
+    with object_sample(open_store(str(tmp_path)), "k.safetensors") as sample:
+        file = states_file.StatesFile(sample, states_file.Range(tokens=(0, 1)))
+        assert 10 << 10 < tracemalloc.get_traced_memory()[0] <= file.loading_bytes
+
+
 def test_a_token_of_a_large_chunk_counts_the_whole_chunk_as_memory(tmp_path):
     store_sample(tmp_path, random_sample("k", 4096, hidden_size=256, chunk_tokens=4096))
     with object_sample(open_store(str(tmp_path)), "k.safetensors") as sample:
