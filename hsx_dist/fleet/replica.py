@@ -225,13 +225,21 @@ class Replica:
         self._refusals = (VLLMValidationError,)
         spec = self._spec
         try:
-            self._sampling_params({})
+            params = self._sampling_params({})
         except (TypeError, ValueError, VLLMValidationError) as e:
             raise EngineError(f"sampling_params: expected arguments of vLLM's SamplingParams, got {e}") from e
         tokenizer = load_same_tokenizer(spec)
         key = self._server.key if self._server is not None else None
         llm = LLM(**engine_arguments(spec, self._transport, self._address, self._name, authkey=key))
         self._engine = llm.llm_engine
+        engine = self._engine.vllm_config
+        try:
+            # vLLM checks this at each request too. There each row would be refused for a setting.
+            params.verify(
+                engine.model_config, engine.speculative_config, engine.structured_outputs_config, self._engine.tokenizer
+            )
+        except (ValueError, VLLMValidationError) as e:
+            raise EngineError(f"sampling_params: expected those that this engine accepts, got {e}") from e
         require_files(spec)  # again: a trainer may have written a checkpoint while vLLM loaded
         if self._core_here and not self._in_process:
             # vLLM names these actors, with a random id that cannot be set.

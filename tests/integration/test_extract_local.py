@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +225,14 @@ def test_a_row_that_the_engine_refuses_fails_alone_and_runs_after_correction(tin
     second = run([*rows[:1], {"id": "r1", "token_ids": [5] * 100}, *rows[2:]])
     assert sorted(second.keys()) == ["r0", "r1", "r2"]
     assert not second.refused
+
+
+def test_sampling_parameters_that_the_engine_refuses_raise_and_refuse_no_row(tiny_model_path, tmp_path):
+    """vLLM checks some of them at each request only. A refused row would stay refused with other parameters."""
+    run = partial(hsx_dist.extract, ["a"], model=str(tiny_model_path), output=tmp_path / "run")
+    with pytest.raises(EngineError, match=r"sampling_params: expected those that this engine accepts, .* logprobs"):
+        run(sampling_params={"logprobs": 50})
+    assert len(run().keys()) == 1
 
 
 def test_wrong_sampling_parameters_raise_before_the_engine_is_loaded(tiny_model_path, tmp_path):
