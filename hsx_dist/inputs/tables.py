@@ -283,7 +283,7 @@ def _parquet(
     # One row group at a time: Arrow cannot join nested dictionaries of two groups in a batch.
     for i in range(len(groups)):
         for batch in parquet.iter_batches(batch_size=rows, columns=chosen, row_groups=[i]):
-            # Arrow copies each dictionary for each batch.
+            # Also the dictionaries, which Arrow copies for each batch.
             allowance.take(allocated=sum(map(referenced_bytes, batch.columns)))
             yield batch
 

@@ -136,6 +136,30 @@ def test_a_dictionary_of_many_batches_is_counted_once(
     assert [row.text for row in rows if isinstance(row, Row)] == texts[:10]
 
 
+@pytest.mark.parametrize("form", _WRITERS)
+@pytest.mark.usefixtures("mebibyte")
+def test_a_16th_of_a_dictionary_in_a_list_is_counted_for_each_batch(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each check of the list reads the dictionary, which is much cheaper than reading its bytes as rows."""
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 1)
+    texts = [chr(97 + i % 26) * 10_000 for i in range(60)]
+    for batches, accepted in ((20, True), (40, False)):
+        lists = [_in_lists(_encoded([i], texts).column(0)) for i in range(batches)]
+        _write(
+            tmp_path / "a.arrow",
+            [pa.record_batch({"text": ["a"], "lists": one}) for one in lists],
+            form,
+            compression="zstd",
+        )
+        if accepted:
+            found = [row.metadata["lists"] for row in _read(tmp_path / "a.arrow", metadata=["lists"])]  # type: ignore[union-attr]
+            assert found == [[text] for text in texts[:batches]]
+            continue
+        with pytest.raises(FormatError, match="for each stored byte"):
+            _read(tmp_path / "a.arrow", metadata=["lists"])
+
+
 @pytest.mark.usefixtures("mebibyte")
 def test_every_dictionary_that_replaces_another_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allowance, "MAX_EXPANSION", 1)
@@ -204,12 +228,14 @@ def test_the_text_of_views_is_counted_for_each_view_before_it_is_checked(
 
 
 @pytest.mark.usefixtures("mebibyte")
-def test_a_dictionary_in_parquet_is_counted_for_each_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrow copies the dictionary for each batch."""
+def test_a_16th_of_a_dictionary_in_parquet_is_counted_for_each_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrow copies the dictionary for each batch, which takes less time than reading its bytes as rows."""
     monkeypatch.setattr(allowance, "MAX_EXPANSION", 1)
-    texts = ["a", *(f"{i:04}" + "a" * 2000 for i in range(100))]
+    texts = ["a", *(f"{i:04}" + "a" * 8000 for i in range(100))]
     path = tmp_path / "a.parquet"
-    for rows, accepted in ((512, True), (4096, False)):
+    for rows, accepted in ((2048, True), (6400, False)):
         places = pa.array([*range(101), *[0] * (rows - 101)], pa.int32())
         column = pa.DictionaryArray.from_arrays(places, pa.array(texts))
         pq.write_table(pa.table({"text": column}), path, compression="zstd")
@@ -224,7 +250,7 @@ def test_a_dictionary_is_counted_for_each_field_that_refers_to_it() -> None:
     encoded = pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), pa.array(["a"] * 1000))
     fields = pa.StructArray.from_arrays([encoded] * 50, [f"f{i}" for i in range(50)])
     for column in (fields, _in_lists(fields), pa.FixedSizeListArray.from_arrays(fields, 1)):
-        assert 50 * 5000 <= referenced_bytes(column) < 50 * 6000
+        assert 50 * 5000 <= 16 * referenced_bytes(column) < 50 * 8000
 
 
 def test_views_that_are_null_have_no_length() -> None:
