@@ -1,10 +1,11 @@
-"""Limits the folders of an input. A name in a zip file or an object store may claim any number of them."""
+"""Limits the folders of an input. A name in a zip file or a bucket may claim many of them without any cost."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import Any
 
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.zip import ZipFileSystem
 
 from hsx_dist.errors import ConfigError
@@ -12,8 +13,11 @@ from hsx_dist.errors import ConfigError
 #: Limit of the folders of a path, and of its characters. All beginnings of a zip file's path are kept, and each folder
 #: of an object store is listed.
 _DEEPEST, _LONGEST_PATH = 255, 4096
-#: Limit of the different folders, for all files together and for each file.
-_FOLDERS, _FOLDERS_OF_FILE = 1000, 3
+#: Limit of the different folders of a zip file, for all members together and for each member.
+_FOLDERS, _FOLDERS_OF_MEMBER = 1000, 3
+#: Limit of the folders that a listing of a bucket visits, for all files together and for each file. Each costs a
+#: request. Healthy inputs have folders without files, such as those of jobs without output.
+_LISTED, _LISTED_OF_FILE = 100_000, 10
 
 
 def check_path(path: str, shown: str) -> None:
@@ -26,13 +30,17 @@ def check_path(path: str, shown: str) -> None:
         )
 
 
-def check_count(folders: int, files: int, shown: str) -> None:
-    """Raise ConfigError if ``shown`` has too many folders for its files. A zip file's members are its files."""
-    if folders > _FOLDERS + _FOLDERS_OF_FILE * files:
-        raise ConfigError(
-            f"input.path: expected at most {_FOLDERS} folders and {_FOLDERS_OF_FILE} more for each of {files} files "
-            f"in {shown}, got more. Remove folders without files, or write the zip file with its folders as members"
-        )
+def check_listed(fs: Any, folders: int, files: int, shown: str) -> None:
+    """Raise ConfigError if a listing visits too many folders for the files that it has found.
+
+    A folder on a local disk costs its owner a folder, and a zip file's folders are checked before.
+    """
+    if isinstance(fs, LocalFileSystem | ZipFolders) or folders <= _LISTED + _LISTED_OF_FILE * files:
+        return
+    raise ConfigError(
+        f"input.path: expected at most {_LISTED} folders and {_LISTED_OF_FILE} more for each of {files} files in "
+        f"{shown}, got more. Name a folder with fewer folders below it, or use a glob that matches fewer folders"
+    )
 
 
 class ZipFolders:
@@ -52,7 +60,12 @@ class ZipFolders:
                 folder = name.rpartition("/")[0].rstrip("/")
                 self._members[folder].append({"name": name, "type": kind})
                 name, kind = folder, "directory"  # a zip file need not name its folders
-            check_count(len(self._members), len(members), "a zip file")
+            if len(self._members) > _FOLDERS + _FOLDERS_OF_MEMBER * len(members):
+                raise ConfigError(
+                    f"input.path: expected at most {_FOLDERS} folders and {_FOLDERS_OF_MEMBER} more for each of "
+                    f"{len(members)} files in a zip file, got more. Remove folders without files, or write the zip "
+                    "file with its folders as members"
+                )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fs, name)

@@ -18,7 +18,7 @@ from fsspec.implementations.zip import ZipFileSystem
 from hsx_dist.config import InputConfig, public_url
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.names import MAX_LABEL
-from hsx_dist.inputs.folder_limits import ZipFolders, check_count, check_path
+from hsx_dist.inputs.folder_limits import ZipFolders, check_listed, check_path
 from hsx_dist.inputs.sources import (
     ARCHIVES,
     COMPRESSED,
@@ -196,7 +196,7 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
     Not by ``fs.find`` or ``fs.glob``: they silently omit a folder whose listing fails.
 
     Raises:
-        ConfigError: a folder cannot be listed, or a link leads to a folder. Or there are too many folders.
+        ConfigError: a folder cannot be listed, or a link leads to a folder. Or a bucket has too many folders.
     """
     steps = pattern.split("/")
     # Level i of the folders is compared with the first i steps, up to the first ``**``.
@@ -207,10 +207,10 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
     while todo:
         folder, level = todo.pop()
         folders += 1
-        if not isinstance(fs, ZipFolders):  # its folders are checked
-            check_count(folders, files, public_url(base))
+        check_listed(fs, folders, files, public_url(base))
         shown = public_url(folder)
         for info in with_config_errors(partial(fs.ls, folder, detail=True), shown):
+            files += info["type"] != "directory"  # also files that are left out
             path = info["name"].rstrip("/")
             name = path.removeprefix(base).strip("/")
             is_prefix = "DIRECTORY" in (info.get("StorageClass"), info.get("storageClass"))  # of s3fs, gcsfs
@@ -222,7 +222,6 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
             if path in (folder, base) or path in found or name.rpartition("/")[2].startswith((".", "_")):
                 continue
             check_path(name, public_url(base))
-            files += info["type"] != "directory"
             is_folder, is_match = info["type"] == "directory", _is_match(tests, name)
             deeper = level >= plain or (level + 1 < len(steps) and _is_match(tests[: level + 1], name))
             is_link = info.get("islink") or info["type"] not in ("file", "directory")

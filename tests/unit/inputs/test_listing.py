@@ -22,8 +22,9 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.implementations.zip import ZipFileSystem
 from fsspec.utils import glob_translate
 
+from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError
-from hsx_dist.inputs import listing, sources
+from hsx_dist.inputs import folder_limits, listing, sources
 from tests.unit.growth import check_linear
 from tests.unit.inputs.test_sources import keys, lines, read, saved, table
 
@@ -300,20 +301,32 @@ def test_a_zip_file_with_few_members_has_few_folders(tmp_path: Path) -> None:
 def test_names_in_a_bucket_claim_few_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each folder costs a request: an S3 key of 1 KB could name 500 folders."""
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    monkeypatch.setattr(folder_limits, "_LISTED", 1000)
     fs = MemoryFileSystem()
 
-    def found(folders: int, files: int) -> int:
-        names = [f"/in/{i}/" + "a/" * (folders - 1) + "x.jsonl" for i in range(files)]
+    def found(folders: int, files: int, name: str = "x.jsonl") -> int:
+        names = [f"/in/{i}/" + "a/" * (folders - 1) + name for i in range(files)]
         monkeypatch.setattr(MemoryFileSystem, "store", dict.fromkeys(names, MemoryFile(fs, "")))
         return sum(kind == "file" for kind in listing._listed(fs, "/in", "**").values())
 
-    with pytest.raises(ConfigError, match="at most 1000 folders and 3 more for each of 4 files in /in, got more"):
-        found(250, 5)
+    message = "at most 1000 folders and 10 more for each of 4 files in /in, got more. Name a folder with fewer"
+    for name in ("x.jsonl", "_SUCCESS"):
+        with pytest.raises(ConfigError, match=message):
+            found(250, 5, name)
     with pytest.raises(ConfigError, match="paths of at most 255 folders and 4096 characters in /in, got 256 folders"):
         found(300, 1)
     assert found(250, 4) == 4
     assert found(255, 1) == 1
     assert found(3, 400) == 400
+    assert found(3, 400, "_SUCCESS") == 0
+
+
+def test_folders_without_files_on_a_local_disk_are_read(tmp_path: Path) -> None:
+    for i in range(1200):
+        (tmp_path / f"{i:04}").mkdir()
+    lines(tmp_path / "0000" / "x.jsonl", "a")
+    for path in (tmp_path, tmp_path / "*" / "*.jsonl", f"file://{tmp_path}"):
+        assert len(listing.find_input(InputConfig(path=str(path))).sources) == 1
 
 
 def test_globs_match_as_those_of_fsspec() -> None:
