@@ -283,8 +283,7 @@ def _once(names: list[Any], folder: str) -> list[Any]:
         if count > 1:
             raise ConfigError(
                 f"input.path: expected different names of splits and files in {public_url(folder)}, got "
-                f"{head(name, 200)!r} "
-                f"{count} times in the saved data set's JSON. Save the data set again"
+                f"{head(name, 200)!r} {count} times in the saved data set's JSON. Save the data set again"
             )
     return names
 
@@ -299,14 +298,12 @@ def _within(fs: Any, folder: str, name: Any) -> str:
     if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0?#%]|::", name):
         raise ConfigError(
             f"input.path: expected names of files in {public_url(folder)}, got {head(str(name), 200)!r} in the "
-            "saved data "
-            "set's JSON. Save the data set again, or name its files yourself (a glob such as *.arrow)"
+            "saved data set's JSON. Save the data set again, or name its files yourself (a glob such as *.arrow)"
         )
     if isinstance(fs, LocalFileSystem) and Path(path).resolve().parent != Path(folder).resolve():
         raise ConfigError(
             f"input.path: expected {head(name, 200)!r} within {folder}, got a link to another folder. Copy the "
-            "data set "
-            "with its files (cp -rL), or name them yourself (a glob such as *.arrow)"
+            "data set with its files (cp -rL), or name them yourself (a glob such as *.arrow)"
         )
     return path
 

@@ -357,8 +357,7 @@ def _chosen(there: list[str], columns: Sequence[str], needed: Sequence[str], sho
     if not set(needed) & set(there):
         raise ConfigError(
             f"input: expected one of the columns {', '.join(needed)} in {shown}, got "
-            f"{head(', '.join(there), 400)}. Name "
-            "yours with input.text, input.messages or input.token_ids"
+            f"{head(', '.join(there), 400)}. Name yours with input.text, input.messages or input.token_ids"
         )
     chosen = [name for name in dict.fromkeys(columns) if name in there]
     if twice := [name for name in chosen if there.count(name) > 1]:
