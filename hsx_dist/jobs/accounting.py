@@ -53,13 +53,9 @@ def same_rows(rows: Rows) -> Rows:
 
 def accounted(row: Row | RowFate, manifest: Manifest, *, retry_poison: bool = False) -> bool:
     """Whether a row's outcome is final. A refused row stays refused while its content is the same, as the settings are.
-    A row that is refused for another reason now has another outcome. A poison row stays poison, unless
-    ``retry_poison``. A failed row is tried again."""
+    A poison row stays poison, unless ``retry_poison``. A failed row is tried again."""
     if isinstance(row, RowFate):  # unreadable now, perhaps readable when it was stored
-        if row.key in manifest.samples:
-            return True
-        known = manifest.refused.get(row.key)
-        return known is not None and known.reason == row.reason
+        return row.key in manifest.refused or row.key in manifest.samples
     if row.key in manifest.samples:
         return row.number_key not in manifest.refused
     fate = manifest.refused.get(row.key) or manifest.failed.get(row.key)
@@ -70,10 +66,14 @@ def accounted(row: Row | RowFate, manifest: Manifest, *, retry_poison: bool = Fa
 
 def remaining(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> Iterator[Row | RowFate | None]:
     """Rows that are still to be computed, and ``None`` for each other row, so that the caller can stop in between.
-    Before a row that was refused earlier and is readable now, the withdrawal of its earlier outcome is yielded."""
+    Before a row that was refused earlier and is readable now, the withdrawal of its earlier outcome is yielded.
+
+    A refused row that has another reason now is yielded too, to store this reason. It is accounted for, so that no
+    fleet starts for a reason alone."""
     for row in rows():
         if accounted(row, manifest, retry_poison=retry_poison):
-            yield None
+            known = manifest.refused.get(row.key)
+            yield row if isinstance(row, RowFate) and known and known.reason != row.reason else None
             continue
         if isinstance(row, Row) and row.number_key in manifest.refused:
             yield RowFate(row.number_key, row.row, "withdrawn", "the row was corrected", 0)
@@ -92,8 +92,8 @@ def logging_missing_rows(rows: Rows, manifest: Manifest, console: Console) -> It
         first: list[str] = []
         missing = 0
         with suppress(RunMismatch):  # other rows than before: ``e`` is this error, or the next start finds it
-            for row in remaining(rows, manifest):
-                if row is None:
+            for row in rows():
+                if accounted(row, manifest):
                     continue
                 missing += 1
                 if len(first) < 5:

@@ -226,7 +226,9 @@ class Driver:
             except StopIteration:
                 self._exhausted = True
                 break
-            if isinstance(item, RowFate):
+            if isinstance(item, RowFate) and item.key in self._manifest.refused:
+                self._ledger.add(item)  # a withdrawal, or a new reason: the row follows, or counts as done
+            elif isinstance(item, RowFate):
                 self._give_up(item)
             elif item is not None:
                 self._batch.append(item)
@@ -284,8 +286,6 @@ class Driver:
 
     def _give_up(self, fate: RowFate) -> None:
         self._ledger.add(fate)
-        if fate.fate == "withdrawn":
-            return
         self._progress.ended(fate.fate)
         about = {"key": fate.key, "row": fate.row}
         log.info("row %s (%s) %s: %s", fate.row, fate.key, fate.fate, fate.reason, extra=about)

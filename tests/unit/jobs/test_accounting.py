@@ -92,6 +92,7 @@ def test_a_line_that_could_not_be_read_and_now_can_is_run_and_its_refusal_withdr
 def test_a_row_that_is_refused_for_another_reason_gets_this_reason():
     before, now = (RowFate("a", 3, "refused", why, 0) for why in ("not JSON", "text: expected text, got a number"))
     manifest = Manifest([receipt(1, fates=(before,))])
+    assert accounted(now, manifest)  # no fleet starts to store a reason
     assert list(remaining(lambda: iter([now]), manifest)) == [now]
     manifest.add(receipt(2, fates=(now,)))
     assert list(remaining(lambda: iter([now]), manifest)) == [None]

@@ -303,6 +303,15 @@ def test_skipped_rows_are_tried_and_then_failed_refused_ones_are_not_tried_again
     assert sum(t.rows[0].key == "k0" for t in fleet.tasks) == 3
 
 
+def test_a_new_reason_of_a_refused_row_is_stored_and_counts_no_row_twice(ledger):
+    before, now = (RowFate("bad", 2, "refused", why, 0) for why in ("not JSON", "a row of 2 MB"))
+    drive(LossyFleet(), [before], ledger)
+    progress = Progress(3, 1, Console(file=io.StringIO()))
+    Driver(LossyFleet(), ledger._manifest, ledger, progress, task_rows=4, max_tries=3).run(iter([now, *rows(2)]))
+    assert ledger._manifest.refused["bad"].reason == now.reason
+    assert (progress.done, progress.left) == (3, 0)
+
+
 def test_fates_of_rows_are_receipts_that_a_later_attempt_reads(ledger, tmp_path):
     drive(LossyFleet(), [RowFate(f"bad{i}", i, "refused", "why", 0) for i in range(2500)], ledger)
     assert len(load_manifest(LocalStore(tmp_path)).refused) == 2500
