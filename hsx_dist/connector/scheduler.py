@@ -247,8 +247,9 @@ class SchedulerHalf:
         chosen = choose(options, prompt, tokens, refused)
         if chosen is None:
             why = f"expected a loss mask with a 1 in it, got one that selects none of {len(tokens)} tokens"
-            # The seed of a row's sampling is the same in each try, so only an aborted answer may become longer.
-            final = request.status != RequestStatus.FINISHED_ABORTED
+            # A row's sampling seed is the same in each try, so a whole answer is not tried again. Other ends, such as
+            # an error, may have cut the answer.
+            final = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
             return self._skip(known, request, f"{why}. Correct the mask, or generate more tokens", final=final)
         points = options.points
         if chosen.mean_of and not (points := self._with_a_mean(points, refused)):

@@ -286,7 +286,7 @@ def test_tokens_that_select_nothing_are_refused_when_the_length_is_known():
     assert len(meta(scheduler).saves[0].token_ids) == 4
 
 
-@pytest.mark.parametrize("status", [RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ABORTED])
+@pytest.mark.parametrize("status", [status for status in RequestStatus if RequestStatus.is_finished(status)])
 def test_a_loss_mask_that_selects_nothing_is_final_unless_the_answer_was_cut(status):
     scheduler = half()
     asked = {"hidden_states_tokens": "loss_mask", "hidden_states_loss_mask": [0] * 4, "include_output_tokens": True}
@@ -295,7 +295,7 @@ def test_a_loss_mask_that_selects_nothing_is_final_unless_the_answer_was_cut(sta
     assert not scheduler.request_finished(r, [3])[0]
     (skip,) = meta(scheduler).skipped
     assert "selects none of 4 tokens" in skip.reason
-    assert skip.final == (status is RequestStatus.FINISHED_STOPPED)
+    assert skip.final == (status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED))
     scheduler.request_finished(request(20, 16), [1])
     assert not meta(scheduler).skipped[0].final  # another try may compute the rest
 
