@@ -33,6 +33,7 @@ from hsx_dist.format.place import Place
 _VERSION = "hsx-dataset/1"
 #: ``format`` of a ``MixedDataset``'s state.
 MIXED = "hsx-mixed/1"
+#: Divisions of one epoch in a state. To find a shard's samples, each division takes a pass over all samples.
 _MOST_DIVISIONS = 1000
 _Array = np.ndarray[Any, Any]
 
@@ -195,12 +196,7 @@ def restore(
         raise ConfigError(
             f"state: expected a history of shards and the samples that each took, got {str(state['history'])[:80]}"
         )
-    history = tuple(Dealt(n, tuple(taken)) for n, taken in state["history"] if any(taken))
-    if len(history) > _MOST_DIVISIONS:  # each is a pass over all samples
-        raise ConfigError(
-            f"state: expected at most {_MOST_DIVISIONS} divisions of one epoch, got {len(history)}. Use another "
-            "checkpoint"
-        )
+    history = _divisions(state["history"])
     left = samples
     for dealt in history:
         _require_shares(left, dealt.shards, enumerate(dealt.taken))
@@ -217,6 +213,17 @@ def restore(
         f"{state['shard']} of {state['shards']}. To resume with another number, merge the states of all shards with "
         "hsx_dist.merge_states and load the result"
     )
+
+
+def _divisions(history: Sequence[tuple[int, Sequence[int]]]) -> tuple[Dealt, ...]:
+    """The divisions of a state's ``history`` in which a sample was taken."""
+    found = tuple(Dealt(shards, tuple(taken)) for shards, taken in history if any(taken))
+    if len(found) > _MOST_DIVISIONS:
+        raise ConfigError(
+            f"state: expected at most {_MOST_DIVISIONS} divisions of one epoch, got {len(found)}. Use another "
+            "checkpoint"
+        )
+    return found
 
 
 def _require_shares(samples: int, shards: int, taken: Iterable[tuple[int, int]]) -> None:
@@ -238,6 +245,7 @@ def merge_states(states: Any) -> dict[str, Any]:
 
     Raises:
         ConfigError: a shard is missing or has two states, or the states are not of one epoch of the same data set.
+            Or the shards of the epoch were divided too often.
 
     Example:
         >>> states = [HiddenStatesDataset("runs/demo", rank=r, world_size=2).state_dict() for r in range(2)]
@@ -281,8 +289,9 @@ def _merge_shards(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         raise ConfigError(f"states: expected shards in one epoch, got epochs {sorted(epochs)}. Save all in one step")
     taken = [by_shard[i]["taken"] for i in range(first["shards"])]
     skipped = sum(state.get("skipped", 0) for state in by_shard.values())
-    dealt = {"history": [*first["history"], [first["shards"], taken]], "shards": None, "shard": 0, "taken": 0}
-    return {**first, **dealt, "skipped": skipped}
+    history = [*first["history"], [first["shards"], taken]]
+    _divisions(history)  # otherwise no data set could load the merged state
+    return {**first, "history": history, "shards": None, "shard": 0, "taken": 0, "skipped": skipped}
 
 
 def _merge_mixed(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -687,6 +687,16 @@ def test_a_state_that_took_more_than_its_share_is_refused(url: str, change: dict
     assert list(dataset) == []
 
 
+def test_merging_makes_no_state_that_is_refused_later(url: str) -> None:
+    """Each merge of an epoch's shards adds a division."""
+    dataset = HiddenStatesDataset(url, rank=0, world_size=1)
+    state = {**dataset.state_dict(), "taken": 1, "history": [[1, [1]]] * 1000}
+    with pytest.raises(ConfigError, match=r"state: expected at most 1000 divisions of one epoch, got 1001"):
+        merge_states([state])
+    merge_states([{**state, "taken": 0}])
+    merge_states([{**state, "history": state["history"][1:]}])
+
+
 @pytest.mark.parametrize("seed", [-1, "x", 1.5])
 def test_a_seed_that_shuffles_nothing_is_refused(url: str, seed: Any) -> None:
     with pytest.raises(ConfigError, match="seed: expected an integer of at least 0"):
