@@ -64,6 +64,10 @@ class Denied(StoreError):
     """The credentials are missing, wrong, or not allowed to do this."""
 
 
+class ObjectsMissing(StoreError):
+    """The store lacks objects that the run's processes have stored, or a listing lacks them."""
+
+
 class Unavailable(StoreError):
     """Time-out, connection loss, throttling or a server error."""
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import FormatError, NotFound, RunError, RunStalled
+from hsx_dist.errors import FormatError, NotFound, ObjectsMissing, RunError, RunStalled
 from hsx_dist.format.json_objects import (
     MemberCheck,
     anything,
@@ -37,11 +37,13 @@ from hsx_dist.format.json_objects import (
 )
 from hsx_dist.format.markers import OBJECTS_OF_A_RUN
 from hsx_dist.format.own_objects import has_evidence, is_evidence, run_objects
+from hsx_dist.format.presence import exists
 from hsx_dist.format.segment_info import MAX_HIDDEN_SIZE, MAX_LAYERS
 from hsx_dist.store import Store
 from hsx_dist.store.prefix import PrefixStore
 
 __all__ = [
+    "REMOVAL_ERRORS",
     "RUN",
     "Place",
     "RunFolder",
@@ -56,6 +58,8 @@ __all__ = [
 ]
 
 RUN = "run.json"
+#: Errors of a process that uses a run while another one removes the run's objects.
+REMOVAL_ERRORS = (NotFound, ObjectsMissing, FormatError, RunStalled)
 _FORMATS = {"hsx-run/1": 1, "hsx-run/2": 2}
 _ID = re.compile(r"[0-9a-f]{16}")
 _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
@@ -139,14 +143,20 @@ class Place:
         Raises:
             RunError: the run was removed in the meantime. Replaces errors that a removal may cause.
         """
+        with self.explaining():
+            yield
+        if self.removed():
+            raise self._gone()
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """As ``reading``, without the request at the end. For code that uses no result of a removed run."""
         try:
             yield
-        except (NotFound, FormatError, RunStalled) as e:
+        except REMOVAL_ERRORS as e:
             if self.removed():
                 raise self._gone() from e
             raise
-        if self.removed():
-            raise self._gone()
 
     def _gone(self) -> RunError:
         return RunError(f"{self.root.url}: expected a run, got a run that is being removed. Check the path")
@@ -239,16 +249,8 @@ def leftovers(root: Store, *, removed_only: bool = False) -> list[str]:
     return [
         folder
         for folder, evidence in found.items()
-        if folder in known or (not removed_only and evidence and not _is_there(root, folder + RUN))
+        if folder in known or (not removed_only and evidence and not exists(root, folder + RUN))
     ]
-
-
-def _is_there(root: Store, name: str) -> bool:
-    try:
-        root.head(name)
-    except NotFound:
-        return False
-    return True
 
 
 def bury(place: Place) -> None:

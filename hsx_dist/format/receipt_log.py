@@ -19,11 +19,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
-from hsx_dist.errors import AlreadyExists, Fenced, FormatError, HsxError, IntegrityError, NotFound, StoreError
+from hsx_dist.errors import AlreadyExists, Fenced, FormatError, HsxError, IntegrityError, ObjectsMissing
 from hsx_dist.format.byte_budget import ByteBudget
 from hsx_dist.format.description import MAX_HEADER_BYTES
 from hsx_dist.format.json_objects import get_small
 from hsx_dist.format.names import LARGEST_NUMBER, closed_name, parse_part_name, parse_receipt_name, receipt_name
+from hsx_dist.format.presence import exists
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.store import ObjectInfo, Store
 
@@ -87,15 +88,7 @@ class ReceiptLog:
 
 def is_closed(store: Store, attempt: int) -> bool:
     """Whether the attempt is closed, so that its writers must not store anything more."""
-    return _exists(store, closed_name(attempt))
-
-
-def _exists(store: Store, name: str) -> bool:
-    try:
-        store.head(name)
-    except NotFound:
-        return False
-    return True
+    return exists(store, closed_name(attempt))
 
 
 def list_logs(store: Store) -> dict[Log, int]:
@@ -240,7 +233,7 @@ def _require_seals(store: Store, sealed: set[Log], listed: Iterable[Log], ended:
     """Check that the ``sealed`` logs, and the ``listed`` logs of their attempts, are ``ended``."""
     attempts = {attempt for attempt, _ in sealed}
     for log in sorted(sealed.union(log for log in listed if log[0] in attempts) - ended):
-        raise StoreError(
+        raise ObjectsMissing(
             f"{store.url}/{receipt_name(*log, 1).rpartition('/')[0]}: expected a listing with the seal stored "
             "there, got none: receipts may be missing too. Try again, or use another store"
         )
@@ -301,7 +294,7 @@ def _before_seals(
             following = [receipt_name(*log, done[log] + 1) for log in growing]
             unlisted |= {
                 name
-                for name, there in zip(following, pool.map(partial(_exists, store), following), strict=True)
+                for name, there in zip(following, pool.map(partial(exists, store), following), strict=True)
                 if there
             }
     if unlisted:
@@ -309,10 +302,10 @@ def _before_seals(
 
 
 def _require_listed(store: Store, names: set[str]) -> None:
-    """Check that a new listing has ``names`` of objects that exist. Raises ``StoreError``."""
+    """Check that a new listing has ``names`` of objects that exist. Raises ``ObjectsMissing``."""
     missing = names.difference(info.name for info in store.list("manifest/"))
     if missing:
-        raise StoreError(
+        raise ObjectsMissing(
             f"{store.url}/{min(missing)}: expected a listing with this object, which exists, got one without it: "
             "receipts may be missing too. Let the server list whole folders, or use another store"
         )
@@ -327,7 +320,7 @@ def _clear_frames(error: BaseException | None) -> None:
 
 def _check_gap(store: Store, log: Log, expected: int, number: int) -> None:
     name = receipt_name(*log, expected)
-    if not _exists(store, name):
+    if not exists(store, name):
         raise IntegrityError(
             f"{store.url}/{name}: expected a receipt, got no object: {number - expected} missing before number "
             f"{number} of this writer. They were lost after they were written. Restore them. Or remove the writer's "

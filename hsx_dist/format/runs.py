@@ -39,6 +39,7 @@ from hsx_dist.format.names import (
     receipt_name,
 )
 from hsx_dist.format.place import RunFolder
+from hsx_dist.format.presence import exists, unlisted
 from hsx_dist.format.receipt_log import Log, LogReader, list_logs, read_entry, seal_logs
 from hsx_dist.store import Store
 
@@ -184,11 +185,7 @@ def refuse_version_1(store: Store, attempt: int) -> None:
 
 def version_1_refuses(store: Store, attempt: int) -> bool:
     """Whether ``refuse_version_1`` was called in ``attempt``, which this version or a later one then took."""
-    try:
-        store.head(receipt_name(attempt, _VERSION_2, 1))
-    except NotFound:
-        return False
-    return True
+    return exists(store, receipt_name(attempt, _VERSION_2, 1))
 
 
 def close_attempt(store: Store, attempt: int) -> list[Log]:
@@ -219,16 +216,13 @@ def attempts_of(store: Store) -> list[int]:
 
 
 def _listed(store: Store, taken: int = 0) -> set[str]:
-    """The names below ``attempts/``. Raises ``StoreError`` if the listing lacks the attempt ``taken``, or has no
+    """The names below ``attempts/``. Raises ``ObjectsMissing`` if the listing lacks the attempt ``taken``, or has no
     attempt although the first one exists."""
     names = {info.name for info in store.list("attempts/")}
     if not taken and not _attempts(names) and is_fenced(store, 0):
         taken, names = 1, {info.name for info in store.list("attempts/")}  # perhaps it was taken since
     if taken and attempt_name(taken) not in names:
-        raise StoreError(
-            f"{store.url}/{attempt_name(taken)}: expected a listing with this object, which exists, got one without "
-            "it: other names may be missing too. Try again, or use another store"
-        )
+        raise unlisted(store, attempt_name(taken), "other attempts")
     return names
 
 
@@ -251,11 +245,7 @@ def read_completion(store: Store) -> tuple[dict[str, Any] | None, bool]:
 
 def is_fenced(store: Store, attempt: int) -> bool:
     """Whether a newer attempt was taken. Attempts have no gaps, so one request is enough."""
-    try:
-        store.head(attempt_name(attempt + 1))
-    except NotFound:
-        return False
-    return True
+    return exists(store, attempt_name(attempt + 1))
 
 
 def beat(store: Store, attempt: int, value: int, state: str, progress: Mapping[str, Any] | None = None) -> None:
@@ -290,7 +280,7 @@ def load_manifest(store: Store, sealed: Iterable[Log] = ()) -> Manifest:
 def receipts_after(store: Store, complete: Mapping[str, Any] | None, sealed: Iterable[Log] = ()) -> Iterator[Receipt]:
     """Iterate over the receipts that ``load_manifest`` reads. Raises the same errors.
 
-    ``complete``: ``read_complete``, which the caller has called before.
+    ``complete``: the result of ``read_complete``, called before this.
     """
     after = 0
     if complete is not None:

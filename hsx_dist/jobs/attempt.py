@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hsx_dist.config import ExtractConfig
-from hsx_dist.errors import FormatError, NotFound, RunError, RunMismatch, StoreError
+from hsx_dist.errors import ObjectsMissing, RunError, RunMismatch
 from hsx_dist.format.manifest import Manifest
-from hsx_dist.format.place import Place, find_place, start_run
+from hsx_dist.format.place import REMOVAL_ERRORS, Place, find_place, start_run
 from hsx_dist.format.runs import (
     close_attempt,
     load_manifest,
@@ -135,7 +135,7 @@ def complete(place: Place, ledger: RowLedger, attempt: int, manifest: Manifest, 
     """
     ledger.read_new_receipts(close_attempt(place.store, attempt))
     if lost := missing_parts(place.store, manifest, place.version):
-        raise StoreError(
+        raise ObjectsMissing(
             f"{place.store.url}: expected the parts that receipts name, got {len(lost)} missing parts ({lost[0]}, …). "
             "Check that all nodes use the same store, and start the same command again: it computes their samples again"
         )
@@ -156,7 +156,7 @@ def unless_removed(place: Place) -> Iterator[None]:
     """Raise ``RunError`` if the run was removed meanwhile, also instead of errors that the removal may have caused."""
     try:
         yield
-    except (NotFound, FormatError):
+    except REMOVAL_ERRORS:
         require_not_removed(place)
         raise
     require_not_removed(place)

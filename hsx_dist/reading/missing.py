@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-from hsx_dist.errors import NotFound, StoreError
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.names import parse_part_name
+from hsx_dist.format.presence import exists, unlisted
 from hsx_dist.format.runs import version_1_refuses
 from hsx_dist.store import ObjectInfo, Store
 
@@ -52,11 +53,7 @@ def is_removed(store: Store, part: str, version: int) -> bool:
     """
     if version == 1:
         return part in _removals(store, version, store.list(marks_folder(part)))
-    try:
-        store.head(removal_mark(part))
-    except NotFound:
-        return False
-    return True
+    return exists(store, removal_mark(part))
 
 
 def removed_parts(store: Store, version: int) -> set[str]:
@@ -101,11 +98,8 @@ def missing_parts(store: Store, manifest: Manifest, version: int) -> list[str]:
     removed = _removals(store, version, store.list(CONSUMED))
     lost = set(_not_stored(store, (part for part in absent if part not in removed)))
     marks = {removal_mark(part) for part in lost}
-    if unlisted := marks.difference(_not_stored(store, marks)):
-        raise StoreError(
-            f"{store.url}/{min(unlisted)}: expected a listing with this mark, which exists, got one without it: other "
-            "marks may be missing too. Try again, or use another store"
-        )
+    if marked := marks.difference(_not_stored(store, marks)):
+        raise unlisted(store, min(marked), "other marks")
     keys = {key for part in lost for key in list(manifest.parts[part].table.keys())}
     for record in filter(None, map(manifest.samples.get, keys)):
         if not lost.isdisjoint(proof.part for proof in record.segments):
@@ -115,13 +109,7 @@ def missing_parts(store: Store, manifest: Manifest, version: int) -> list[str]:
 
 def _not_stored(store: Store, names: Iterable[str]) -> list[str]:
     """The ``names`` that do not exist, checked with a request for each, because a listing may lack names."""
-
-    def absent(name: str) -> str | None:
-        try:
-            store.head(name)
-        except NotFound:
-            return name
-        return None
-
+    names = list(names)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="hsx-missing") as pool:
-        return [name for name in pool.map(absent, names) if name is not None]
+        there = pool.map(partial(exists, store), names)
+        return [name for name, found in zip(names, there, strict=True) if not found]

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hsx_dist.errors import AlreadyExists, ConfigError, RunError, StoreError
+from hsx_dist.errors import AlreadyExists, ConfigError, RunError
 from hsx_dist.format.json_objects import list_of, or_null, text
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.manifest_reader import ManifestReader
 from hsx_dist.format.place import Place
+from hsx_dist.format.presence import unlisted
 from hsx_dist.format.runs import all_receipts, is_complete
 from hsx_dist.format.segments import SegmentTable
 from hsx_dist.reading.missing import covers_every_copy, mark_of, marks_folder, removal_mark
@@ -99,9 +100,13 @@ class Retention:
         used if it is computed again.
 
         Raises:
-            RunError: a key was never a sample of the run, or belongs to another rank.
+            RunError: a key was never a sample of the run, or belongs to another rank. Or the run was removed.
             StoreError: the store failed.
         """
+        with self._place.explaining():
+            self._ack(keys)
+
+    def _ack(self, keys: Sequence[str]) -> None:
         if not keys or not all(map(self._known, keys)):
             self._find_parts()
         for key in keys:
@@ -170,8 +175,9 @@ class Retention:
 
     def _refresh(self) -> None:
         """Read new receipts. Reading all receipts for every new part would take longer and longer."""
-        if (take := self._reader.fetch(self._store)) is not None:
-            take()
+        with self._place.reading():
+            if (take := self._reader.fetch(self._store)) is not None:
+                take()
         self._manifest = self._reader.manifest or self._manifest
 
     def _mark(self, part: str) -> None:
@@ -182,10 +188,7 @@ class Retention:
             self._store.put_if_absent(folder + self._me, mark_of(part))
         marks = list(self._store.list(folder))
         if all(mark.name != folder + self._me for mark in marks):
-            raise StoreError(
-                f"{self._store.url}/{folder}{self._me}: expected a listing with this mark, which exists, got one "
-                "without it: other marks may be missing too. Try again, or use another store"
-            )
+            raise unlisted(self._store, folder + self._me, "other marks")
         if used_by_all(marks, self._consumers):
             # Store the mark before deleting the part: a missing part without the mark counts as lost.
             every_copy = all(covers_every_copy(part, mark) for mark in marks if mark.name != removal_mark(part))

@@ -16,7 +16,14 @@ import pytest
 from hsx_dist.errors import Fenced, RunStalled, StoreError
 from hsx_dist.format.place import Place, open_place, start_run
 from hsx_dist.format.receipt_log import ReceiptLog
-from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, take_attempt, write_complete
+from hsx_dist.format.runs import (
+    load_manifest,
+    newest_attempt,
+    read_complete,
+    seal_attempts,
+    take_attempt,
+    write_complete,
+)
 from hsx_dist.jobs.attempt import complete, take_over
 from hsx_dist.observe.console import Console
 from hsx_dist.reading import Run
@@ -126,7 +133,7 @@ def test_a_used_part_is_not_lost(tmp_path: Path) -> None:
 
 def test_a_lost_part_with_an_unlisted_mark_is_a_store_error(tmp_path: Path) -> None:
     store = open_place(SomeEmpty(consumed(tmp_path / "run"), [1])).store
-    with pytest.raises(StoreError, match=r"consumed/.*: expected a listing with this mark, which exists"):
+    with pytest.raises(StoreError, match=r"consumed/.*: expected a listing with this object, which exists"):
         missing_parts(store, load_manifest(open_place(LocalStore(tmp_path / "run")).store), 2)
 
 
@@ -136,7 +143,7 @@ def test_a_consumer_does_not_forget_a_part(tmp_path: Path) -> None:
     used = Retention(good)
     used._refresh()
     used._store = place.store
-    with pytest.raises(StoreError, match=r"default\.0of1\.json: expected a listing with this mark, which exists"):
+    with pytest.raises(StoreError, match=r"default\.0of1\.json: expected a listing with this object"):
         used.ack("b")
     used._store = good.store
     used.ack("b")
@@ -150,6 +157,14 @@ def test_a_run_with_an_attempt_has_a_newest_one(tmp_path: Path) -> None:
         newest_attempt(open_place(SomeEmpty(folder, [0, 1])).store)
     assert newest_attempt(open_place(SomeEmpty(folder, [0])).store) == 1  # taken between two calls
     assert newest_attempt(LocalStore(tmp_path / "none")) == 0
+
+
+def test_an_attempt_that_was_removed_by_hand_is_no_bad_listing(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "run")
+    take_attempt(store, {})
+    store.delete("attempts/0001.json")
+    with pytest.raises(StoreError, match=r"0001.json: expected this object, .* by hand. Start the same command again"):
+        seal_attempts(store, 0, 1)
 
 
 def test_a_follower_of_a_complete_run_yields_all_samples(tmp_path: Path) -> None:

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import ast
+import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import hsx_dist
 from hsx_dist import HiddenStatesDataset
 from hsx_dist.cli import gc
+from hsx_dist.config import load_config
 from hsx_dist.errors import Denied, RunError
 from hsx_dist.exporting import export_run
 from hsx_dist.format import runs
 from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.manifest_reader import ManifestReader
 from hsx_dist.format.place import Place, find_place, open_place, start_run
+from hsx_dist.format.runs import load_manifest, take_attempt
+from hsx_dist.inputs.rows import rows_from
+from hsx_dist.jobs.extract import account_for
+from hsx_dist.observe.console import Console
 from hsx_dist.observe.report.facts import gather_facts
 from hsx_dist.observe.top import look
 from hsx_dist.reading.follow import Follower
 from hsx_dist.reading.garbage import own_unfinished, remove_run
+from hsx_dist.reading.retention import Retention
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.status import run_status
 from hsx_dist.reading.verify import verify_run
@@ -134,6 +143,49 @@ def test_readers_of_a_run_under_removal_raise(reader: Callable[..., Any], tmp_pa
     raise AssertionError("the reader did not end within 200 requests")
 
 
+def resume(store: Paused) -> None:
+    place = open_place(store)
+    config = load_config(None, (), model="m", output=store.url, store={"single_driver": True})
+    read = load_manifest(place.store)
+    store.begin()
+    account_for(
+        config,
+        place,
+        read,
+        lambda: rows_from([{"id": sample.key, "text": "x"} for sample in SAMPLES], config.input),
+        Console(file=io.StringIO()),
+        lambda *_: None,
+        lambda *_: cast(Any, nullcontext(SimpleNamespace())),
+    )
+
+
+def ack(store: Paused) -> None:
+    used = Retention(open_place(store))
+    store.begin()
+    used.ack(*(sample.key for sample in SAMPLES))
+
+
+@pytest.mark.parametrize(("process", "seen"), [(resume, True), (ack, False)])
+def test_a_process_that_changes_a_run_under_removal_names_the_removal(
+    process: Callable[[Paused], None], seen: bool
+) -> None:
+    """A listing that lacks known objects of a removed run is no error of the store."""
+    for at in range(200):
+        inner = MemoryStore()
+        store_run(inner, SAMPLES, per_part=2, codec=NoneCodec())
+        take_attempt(open_place(inner).store, {})  # the run is not complete
+        store = Paused(inner, at)
+        try:
+            process(store)
+        except RunError as e:
+            assert "remov" in str(e)  # noqa: PT017
+            continue
+        if not store.removed:
+            return
+        assert not seen, f"expected an error after a removal before request {at}, got none"
+    raise AssertionError("the process did not end within 200 requests")
+
+
 def test_samples_that_are_gone_with_their_run_are_not_skipped() -> None:
     for at in range(200):
         inner = MemoryStore()
@@ -169,9 +221,9 @@ def test_each_module_that_reads_a_manifest_looks_for_a_removal() -> None:
     reads = {"load_manifest", "receipts_after", "newest_and_complete", "ManifestReader"}
     assert reads <= {*runs.__all__, ManifestReader.__name__}
     root = Path(hsx_dist.__file__).parent
-    # These read while they change the run. A driver checks at its end; gc and retention delete by receipts.
+    # A driver checks at its end.
     # liveness is called by status, which checks, and before a removal.
-    others = {"jobs/attempt.py", "reading/retention.py", "reading/liveness.py"}
+    others = {"jobs/attempt.py", "reading/liveness.py"}
     found = set()
     for path in root.rglob("*.py"):
         name = path.relative_to(root).as_posix()
