@@ -7,9 +7,10 @@ from itertools import chain, islice
 
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import Denied, NotFound, RunError
+from hsx_dist.format.conditional_puts import require_conditional_puts
 from hsx_dist.format.own_objects import run_objects
 from hsx_dist.format.place import Place, find_place, is_description, leftovers
-from hsx_dist.format.runs import count, load_manifest, require_conditional_puts
+from hsx_dist.format.runs import count, load_manifest
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text

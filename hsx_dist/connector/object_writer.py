@@ -19,9 +19,9 @@ from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.connector.outlet import Outlet
 from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.format.conditional_puts import require_conditional_puts
 from hsx_dist.format.markers import OBJECT, is_of_a_key
 from hsx_dist.format.receipt import Receipt
-from hsx_dist.format.runs import require_conditional_puts
 from hsx_dist.logger import get_logger
 from hsx_dist.models.weights import folder_weights, hub_commit
 from hsx_dist.observe.metrics import Meter

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import AlreadyExists, ConfigError, Denied, Fenced, FormatError, NotFound, StoreError
+from hsx_dist.errors import Fenced, FormatError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.compacted import pack_receipts, read_compacted
 from hsx_dist.format.json_objects import (
@@ -62,7 +61,6 @@ __all__ = [
     "read_heartbeat",
     "refuse_version_1",
     "receipts_after",
-    "require_conditional_puts",
     "seal_attempts",
     "take_attempt",
     "version_1_refuses",
@@ -125,38 +123,6 @@ def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
 
 def _close(store: Store, attempt: int, by: int) -> None:
     store.put(closed_name(attempt), [dump_json({"by": by})])
-
-
-def require_conditional_puts(store: Store, hint: str = "") -> None:
-    """Check that the store refuses a second put of one name. Attempts, receipts, seals and clients' keys depend on it.
-
-    ``hint``: ends the error's message.
-
-    Raises:
-        ConfigError: the store replaces the object.
-        StoreError: raised by the store.
-    """
-    name, said = f"probe-{uuid.uuid4().hex}", "a store that replaces it"
-    try:
-        put_own(store, name, b"first")  # succeeds even if the first response is lost and a retry finds the object
-        try:
-            store.put_if_absent(name, b"second")
-        except AlreadyExists:
-            if store.get(name) == b"first":
-                return
-    except (Denied, NotFound):
-        raise
-    except StoreError as e:
-        if e.retryable:
-            raise
-        said = str(e)
-    finally:
-        with suppress(StoreError):
-            store.delete(name)
-    raise ConfigError(
-        f"{store.url}: expected a store that refuses to create an object twice (If-None-Match), got {said}: two "
-        f"processes could replace each other's objects, and lose samples. Use a store with conditional puts{hint}"
-    )
 
 
 def seal_attempts(store: Store, last: int, by: int) -> list[Log]:

@@ -10,13 +10,13 @@ from typing import Any
 
 from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import ObjectsMissing, RunError, RunMismatch
+from hsx_dist.format.conditional_puts import require_conditional_puts
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.place import REMOVAL_ERRORS, Place, find_place, start_run
 from hsx_dist.format.runs import (
     close_attempt,
     load_manifest,
     refuse_version_1,
-    require_conditional_puts,
     seal_attempts,
     take_attempt,
     write_complete,

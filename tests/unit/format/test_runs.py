@@ -11,6 +11,7 @@ import pytest
 
 from hsx_dist.errors import AlreadyExists, ConfigError, Fenced, FormatError, IntegrityError, StoreError
 from hsx_dist.format import runs
+from hsx_dist.format.conditional_puts import require_conditional_puts
 from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof
 from hsx_dist.format.names import attempt_name, complete_name, part_name, receipt_name
 from hsx_dist.page import Segment, token_hash
@@ -56,7 +57,7 @@ def test_an_attempt_whose_answer_was_lost_is_still_ours(store: LocalStore, monke
     monkeypatch.setattr(store, "put_if_absent", stored_but_answered_wrongly)
     assert runs.take_attempt(store, {}) == 1
     assert runs.newest_attempt(store) == 1
-    runs.require_conditional_puts(store)
+    require_conditional_puts(store)
     assert [info.name for info in store.list()] == ["attempts/0001.json"]
 
 
@@ -226,9 +227,9 @@ class Replacing(LocalStore):
 
 
 def test_a_store_without_conditional_puts_is_refused(store: LocalStore) -> None:
-    runs.require_conditional_puts(store)
+    require_conditional_puts(store)
     with pytest.raises(ConfigError, match=r"\(If-None-Match\), got a store that replaces it"):
-        runs.require_conditional_puts(Replacing(store.url))
+        require_conditional_puts(Replacing(store.url))
     assert list(store.list()) == []
 
 
@@ -241,7 +242,7 @@ class Unable(LocalStore):
 
 def test_a_store_that_refuses_conditional_puts_is_refused(store: LocalStore) -> None:
     with pytest.raises(ConfigError, match=r"expected a store that refuses to create.*NotImplemented"):
-        runs.require_conditional_puts(Unable(store.url))
+        require_conditional_puts(Unable(store.url))
     assert list(store.list()) == []
 
 
