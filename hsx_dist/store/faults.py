@@ -281,11 +281,17 @@ def _of_another_file(error: BaseException, where: str) -> bool:
     if error.filename is None:
         return error.errno is not None and scheme in _WEB
     file = str(error.filename).replace("\\", "/")
-    file = file.partition("://")[2] or file
-    # A file system may leave out the host, and a listing is of the prefix's folder, or of one below.
-    file = f"{file.strip('/')}/"
-    below_host = f"{path.partition('/')[2]}/"
-    return scheme in _WEB or not (f"{path}/".startswith(file) or file.startswith(path) or below_host.startswith(file))
+    if scheme in _WEB or not file.startswith("/"):
+        return scheme in _WEB  # another file has an absolute path on this machine
+    # The path of an object may have another host, or none. A listing reads folders above and below its prefix.
+    asked = path.rpartition("/")[0] if verb == "list" else path
+    below_host = asked.partition("/")[2]
+    above = any(_as_folder(place).startswith(_as_folder(file)) for place in (asked, below_host))
+    return not above and _as_folder(below_host) not in _as_folder(file)
+
+
+def _as_folder(path: str) -> str:
+    return f"/{path.strip('/')}/".replace("//", "/")
 
 
 def _of_aws(error: BaseException) -> bool:
