@@ -124,8 +124,8 @@ class Input:
                 if encoding := info.get("contentEncoding"):
                     raise ConfigError(
                         f"input.path: expected an object without a Content-Encoding, got "
-                        f"{head(str(encoding), 50)!r} at "
-                        f"{public_url(path)}. Store it without, and end its name in .gz or .zst if it is compressed"
+                        f"{head(str(encoding), 50)!r} at {public_url(path)}. Store it without, and end its name in "
+                        ".gz or .zst if it is compressed"
                     )
                 return info.get("size")  # type: ignore[no-any-return]
             # A member's recorded size may be false. All members are stored before the directory.

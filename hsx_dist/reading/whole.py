@@ -19,6 +19,5 @@ def require_whole(key: str, meta: Mapping[str, Any]) -> None:
         facts = ", ".join(f"{name}={value!r:.40}" for name, value in chosen.items())
         raise ConfigError(
             f"sample {head(key, 200)!a}: expected a whole sample, got a selection of its tokens ({facts:.200}). "
-            "Extract "
-            "with select: all"
+            "Extract with select: all"
         )

@@ -253,7 +253,7 @@ def require_at_most(name: str, most: int, got: int) -> None:
     """
     if got > most:
         raise StoreError(
-            f"get {name}: expected at most {most} bytes, got {got} or more: the server ignores range requests. Use a "
+            f"get {name}: expected at most {most} bytes, got at least {got}: the server ignores range requests. Use a "
             "server that supports them, or copy the objects to a folder"
         )
 

@@ -96,8 +96,7 @@ def codec_from_dict(d: Mapping[str, Any]) -> Codec:
     if codec is None:
         raise UnknownCodec(
             f"expected a codec that is known here ({', '.join(sorted(CODECS))}), got {head(str(name), 80)!r}. "
-            "Install its "
-            "package, register it with hsx_dist.register_codec, or use a newer hsx_dist"
+            "Install its package, register it with hsx_dist.register_codec, or use a newer hsx_dist"
         )
     try:
         return codec(**{str(k): v for k, v in d.items() if k != "name"})
