@@ -125,6 +125,14 @@ _NO_ANSWER = (
 _REDIRECT = "redirect without LOCATION"
 #: obstore's text for errors of Azure's log-in service, and of botocore and gcsfs when it asks them for credentials.
 _LOOK_UPS = ("performing token request", " credential provider: ")
+#: obstore's texts for an answer that is none of the store's, such as a gateway's page. A listing's entry that lacks a
+#: member, or has a wrong one, is the store's.
+_OTHER_ANSWER = re.compile(
+    r"Got invalid list response: (?!missing field|.*expected u64)|Got invalid (multipart|put) response"
+    "|Unable to extract metadata from headers"
+)
+#: What such an answer lacks, as s3fs and gcsfs report it for an upload in pieces.
+_LACKING = (("ETag",), ("Location",), ("UploadId",))
 #: obstore's text for errors of a listing. Their class is that of many errors.
 _LIST_REQUEST = "performing list request"
 #: Characters of a library's message that an error repeats: S3's XML responses are longer than a log line.
@@ -207,6 +215,8 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
         return NotFound(f"{where}: there is no such object")
     if names & _CONNECTION or isinstance(error, (TimeoutError, ConnectionError)) or unanswered:
         return Unavailable(f"{where}: no answer: {detail}. {_ENDPOINT_HINT}")
+    if _of_a_gateway(chain, where):
+        return Unavailable(f"{where}: expected the store's answer, got another: {detail}. {_ENDPOINT_HINT}")
     # Only without a status: a 4xx is a wrong request, even if the library reports a transient errno for it.
     if status is None and number in _TRANSIENT:
         return Unavailable(f"{where}: {detail}. {_ENDPOINT_HINT}")
@@ -292,6 +302,16 @@ def _of_another_file(error: BaseException, where: str) -> bool:
 
 def _as_folder(path: str) -> str:
     return f"/{path.strip('/')}/".replace("//", "/")
+
+
+def _of_a_gateway(chain: list[BaseException], where: str) -> bool:
+    """Whether the answer to a listing or an upload, or any answer of GCS in JSON, is another service's page."""
+    if any(isinstance(e, json.JSONDecodeError) for e in chain):
+        return re.match(r"(?!open )\S+ (gs|gcs)://", where) is not None  # opening a store may read a file in JSON
+    return where.startswith(("list", "put")) and any(
+        (_of_obstore(e) and _OTHER_ANSWER.search(str(e))) or (isinstance(e, KeyError) and e.args[:1] in _LACKING)
+        for e in chain
+    )
 
 
 def _of_aws(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hsx_dist.errors import NotFound, StoreError
+from hsx_dist.errors import NotFound, Unavailable
 from hsx_dist.store.base import Store
 
 #: Scheme → what the answer to an upload states of the stored object.
@@ -17,7 +17,7 @@ def require_stored(store: Store, name: str, answer: object, size: int) -> None:
     s3fs and gcsfs return no answer to an upload in pieces: then the store must have an object of that size.
 
     Raises:
-        StoreError: nothing proves that the object was stored.
+        Unavailable: nothing proves that the object was stored. The page of a gateway passes, so a retry may store it.
     """
     stated = _STATED.get(store.url.partition("://")[0])
     if stated is None:
@@ -31,7 +31,7 @@ def require_stored(store: Store, name: str, answer: object, size: int) -> None:
         except NotFound:
             proven = False
     if not proven:
-        raise StoreError(
+        raise Unavailable(
             f"put {store.url}/{name}: expected {expected}, got another answer: the object may not be stored. Check "
             "that the endpoint is the store, and no proxy"
         )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from typing import Any
 
 import pytest
@@ -69,6 +70,9 @@ def _caused(outer: Exception, cause: Exception) -> Exception:
         (_caused(OSError(errno.EREMCHG, "x"), ClientError("PermanentRedirect", 301)), StoreError, "another region"),
         (_caused(OSError(errno.EINVAL, "x"), ClientError("InvalidArgument", 400)), StoreError, "InvalidArgument"),
         (OSError(errno.ENOSPC, "full"), StoreError, "Free some space"),
+        (KeyError("UploadId"), Unavailable, "got another"),  # of s3fs, for a gateway's page
+        (KeyError("Key"), StoreError, "KeyError"),
+        (ValueError("Expecting value"), StoreError, "Expecting value"),
     ],
 )
 def test_every_back_ends_error_has_its_type_and_hint(error: Exception, kind: type[StoreError], says: str) -> None:
@@ -76,6 +80,15 @@ def test_every_back_ends_error_has_its_type_and_hint(error: Exception, kind: typ
     assert type(told) is kind
     assert says in str(told)
     assert str(told).startswith("put s3://bkt/run/a: ")
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [("put gs://b/a", Unavailable), ("open gs://b", StoreError), ("get s3://b/a", StoreError)],
+)
+def test_only_a_service_that_answers_in_json_is_unavailable_for_other_text(where: str, kind: type[StoreError]) -> None:
+    """A program or a file with credentials has JSON, too."""
+    assert type(translate(json.JSONDecodeError("Expecting value", "<html>", 0), where, "b", _NOTHING)) is kind
 
 
 @pytest.mark.parametrize(
