@@ -241,49 +241,56 @@ class ObstoreStore:
     def _entries(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
         where = f"list {self.url}/{prefix}"
         folder = (self._root + prefix).rpartition("/")[0]  # obstore's prefixes are complete components
-        offset = self._root + after if after is not None and self._connection.sorts else None
+        last = self._root + after if after is not None and self._connection.sorts else None
+        count, again = 0, False
+        while True:
+            before = count
+            for page in self._pages(prefix, folder, last):
+                if page and self._connection.sorts:
+                    last = str(page[-1]["path"])
+                count += len(page)
+                if len(page) > 1 and not self._continues:
+                    self._check_pages(prefix, folder, [str(entry["path"]) for entry in page])
+                for entry in page:
+                    path = str(entry["path"])
+                    if path == folder:
+                        continue  # the folder's own marker
+                    info = ObjectInfo(name_below(self._root, path, where), int(entry["size"]))
+                    if info.size or not self._is_marker(info.name):
+                        yield info
+            if not self._continues_after(prefix, count, last):
+                return
+            if again and count == before:
+                raise Unavailable(
+                    f"{where}: expected all names in a listing, got one without names that follow. Try again"
+                )
+            again = True  # another process may have stored the names that follow since the last page
+
+    def _pages(self, prefix: str, folder: str, offset: str | None) -> Iterator[Sequence[Mapping[str, Any]]]:
+        """Yield obstore's pages of names after ``offset``. One call per page: the error of any page is translated."""
         stream = self._call(
             "list", prefix, lambda obs, client: obs.list(client, prefix=folder or None, offset=offset), nbytes=None
         )
-        count, last = 0, offset
-        while True:
-            # One call per page, so that the error of any page is translated.
-            page = self._call("list", prefix, lambda *_: next(stream, None))
-            if page is None:
-                self._check_end(prefix, count, last)
-                return
-            if page and self._connection.sorts:
-                last = str(page[-1]["path"])
-            count += len(page)
-            if len(page) > 1 and not self._continues:
-                self._check_pages(prefix, folder, [str(entry["path"]) for entry in page])
-            for entry in page:
-                path = str(entry["path"])
-                if path == folder:
-                    continue  # the folder's own marker
-                info = ObjectInfo(name_below(self._root, path, where), int(entry["size"]))
-                if info.size or not self._is_marker(info.name):
-                    yield info
+        while (page := self._call("list", prefix, lambda *_: next(stream, None))) is not None:
+            yield page
 
-    def _check_end(self, prefix: str, count: int, last: str | None) -> None:
-        """Check that a listing ends after ``count`` names. ``last``: the last of them, if the store sorts them.
+    def _continues_after(self, prefix: str, count: int, last: str | None) -> bool:
+        """Whether names follow the first ``count`` of a listing. ``last``: the last of them, if the store sorts them.
 
         obstore takes any XML and some pages of a gateway for an empty page, and for the last one. So this asks again
         where a page may have ended. Azure's listings are not checked.
         """
-        where, first_page = f"list {self.url}/{prefix}", self._connection.first_page
+        first_page = self._connection.first_page
         if count % _PAGE or (count and last is None):
-            return
-        further = False
+            return False
         if first_page is not None:
             start, after = self._root + prefix, {} if last is None else {"StartAfter": last}
             answer = self._call("list", prefix, lambda *_: first_page(start, MaxKeys=2, **after))
-            require_listing(answer, where)
-            further = any(entry.get("Key") != start for entry in answer.get("Contents", ()))  # start: a folder's marker
-        elif self._scheme in ("gs", "gcs"):
-            further = any(self._conditional().list(prefix, None if last is None else last.removeprefix(self._root)))
-        if further:
-            raise Unavailable(f"{where}: expected all names in a listing, got one without names that follow. Try again")
+            require_listing(answer, f"list {self.url}/{prefix}")
+            return any(entry.get("Key") != start for entry in answer.get("Contents", ()))  # start: a folder's marker
+        if self._scheme in ("gs", "gcs"):
+            return any(self._conditional().list(prefix, None if last is None else last.removeprefix(self._root)))
+        return False
 
     def _is_marker(self, name: str) -> bool:
         """Whether a listed name without bytes is a console's folder marker: obstore drops the slash at its end."""

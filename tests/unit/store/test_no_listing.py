@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from hsx_dist.errors import NotFound, StoreError, Unavailable
+from hsx_dist.errors import NotFound, Unavailable
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.local import LocalStore
@@ -21,6 +21,8 @@ from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.store.opening import Backend
 
 PAGE = b"<html><body>maintenance</body></html>"
+ILL_FORMED = b"<!DOCTYPE html><html><body>maintenance<br></body></html>"
+EMPTY = b"<ListBucketResult><Name>b</Name><IsTruncated>false</IsTruncated></ListBucketResult>"
 ERROR = b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>'
 
 
@@ -86,7 +88,7 @@ def names(store: Store, after: str | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["obstore", "fsspec"])
-@pytest.mark.parametrize("answers", [[PAGE], [PAGE] * 9, [ERROR], [ERROR] * 9])
+@pytest.mark.parametrize("answers", [[PAGE] * 9, [ERROR] * 9, [ILL_FORMED], [b"Try later"], [b"{}"], [b""]])
 def test_another_answer_of_s3_is_no_listing(url: str, backend: Backend, answers: list[bytes | None]) -> None:
     store = s3(url, backend)
     Bucket.first[:] = answers
@@ -105,13 +107,24 @@ def test_a_page_in_the_middle_of_a_listing_ends_none(url: str) -> None:
     inner = store._inner  # type: ignore[attr-defined]
     inner._connection = replace(inner._connection, sorts=True)
     assert len(names(store)) == 1500
-    Bucket.first[:] = [None, PAGE]
+    Bucket.first[:] = [None, PAGE]  # the page is temporary
+    assert len(names(store)) == 1500
+    Bucket.first[:] = [None, PAGE, None, PAGE]
     with pytest.raises(Unavailable, match="got one without names that follow"):
         names(store)
     assert len(names(store)) == 1500
     Bucket.names = Bucket.names[:1000]
     assert len(names(store)) == 1000
     assert names(store, "0999") == []
+
+
+@pytest.mark.parametrize("page", [PAGE, EMPTY])
+def test_an_object_that_is_stored_after_an_empty_page_is_listed(url: str, page: bytes) -> None:
+    """The page may be a gateway's, or the listing that was true before the object was stored."""
+    store = s3(url, "obstore")
+    Bucket.first[:] = [page]
+    assert names(store) == ["a", "b", "c/d"]
+    assert names(store, "b") == ["c/d"]
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"error":{"code":503,"message":"x"}}', b"[]", PAGE])
@@ -124,7 +137,7 @@ def test_another_answer_of_gcs_is_no_listing(
         "gs://b/r", {"token": "anon", "project": "p", "endpoint_url": url}, backend="fsspec", retry_seconds=0
     )
     Bucket.first[:] = [*[None] * before, body]
-    with pytest.raises(StoreError, match="list gs://b/r/"):
+    with pytest.raises(Unavailable, match="list gs://b/r/"):
         names(store)
     assert (names(store), names(store, "b")) == (["a", "b", "c/d"], ["c/d"])
     Bucket.first[:] = [b"404"]
