@@ -199,6 +199,7 @@ class Replica:
         except BaseException as e:
             log.info("the engine did not start", exc_info=True)  # the constructor raises it
             self._failure = e
+            self._shut_engine()  # it may have started, and be refused only then
             self._ready.set()
             return
         self._ready.set()
@@ -213,6 +214,10 @@ class Replica:
             log.exception("the engine died")
             self._end(e)
         finally:
+            self._shut_engine()
+
+    def _shut_engine(self) -> None:
+        if self._engine is not None:
             with contextlib.suppress(Exception):
                 self._engine.engine_core.shutdown()
 
