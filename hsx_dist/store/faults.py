@@ -82,8 +82,13 @@ _CONNECTION = frozenset(
         "TransportError",
     }
 )
-_TRANSIENT = frozenset(
-    {errno.EIO, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.EREMOTEIO}
+#: Errors of a disk or a mount that may end. The client or the server of a shared file system may just be restarted.
+TRANSIENT = frozenset(
+    {
+        *(errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ENOLCK, errno.EREMOTEIO, errno.ESTALE),
+        *(errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE, errno.ESHUTDOWN),
+        *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ETIMEDOUT),
+    }
 )
 #: The file system is full, or the file is too large for it.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -218,7 +223,7 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     if _of_a_gateway(chain, where):
         return Unavailable(f"{where}: expected the store's answer, got another: {detail}. {_ENDPOINT_HINT}")
     # Only without a status: a 4xx is a wrong request, even if the library reports a transient errno for it.
-    if status is None and number in _TRANSIENT:
+    if status is None and number in TRANSIENT:
         return Unavailable(f"{where}: {detail}. {_ENDPOINT_HINT}")
     if number in FULL:
         return StoreError(f"{where}: {detail}. Free some space, or choose another output")

@@ -26,14 +26,13 @@ from hsx_dist.store.base import (
     not_conditional,
 )
 from hsx_dist.store.direct import write_direct
-from hsx_dist.store.faults import FULL
+from hsx_dist.store.faults import FULL, TRANSIENT
 from hsx_dist.store.folder_listing import UNFINISHED, FolderListing
 from hsx_dist.store.folders import SAFELY, SyncedFolders, is_at, opened
 from hsx_dist.store.inode_lock import lock_exclusively, lock_for_put
 
 #: Buffers in one `writev`: half of Linux' and macOS' limit of 1024.
 _IOV_MAX = 512
-_TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
 _synced = SyncedFolders()
@@ -302,7 +301,7 @@ class LocalStore:
                     f"{where}: expected folders, got {e.strerror}: links are not followed here. Name the folder "
                     "that the link points to, or remove the link"
                 ) from e
-            kind = Unavailable if e.errno in _TRANSIENT else StoreError
+            kind = Unavailable if e.errno in TRANSIENT else StoreError
             raise kind(f"{where}: {e.strerror or e}") from e
 
 

@@ -51,7 +51,7 @@ def flaky(monkeypatch: pytest.MonkeyPatch) -> FsspecStore:
 
 @pytest.mark.parametrize("folder", ["run", "m", "w2", "w2/deep"])
 @pytest.mark.parametrize(
-    ("number", "kind"), [(errno.EIO, Unavailable), (errno.EACCES, StoreError), (errno.ENOTCONN, StoreError)]
+    ("number", "kind"), [(errno.EIO, Unavailable), (errno.EACCES, StoreError), (errno.ENOTCONN, Unavailable)]
 )
 def test_a_folder_whose_listing_fails_ends_the_listing(
     flaky: FsspecStore, folder: str, number: int, kind: type[StoreError]

@@ -84,7 +84,13 @@ def test_unfinished_files_of_a_killed_process_are_not_objects(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("number", "expected"),
-    [(errno.EACCES, Denied), (errno.ESTALE, Unavailable), (errno.EIO, Unavailable), (errno.ENAMETOOLONG, StoreError)],
+    [
+        (errno.EACCES, Denied),
+        (errno.ENAMETOOLONG, StoreError),
+        *((number, Unavailable) for number in (errno.EIO, errno.ESTALE, errno.ENOLCK, errno.EREMOTEIO, errno.ENOTCONN)),
+        *((number, Unavailable) for number in (errno.ESHUTDOWN, errno.EHOSTDOWN, errno.ENETUNREACH)),
+        *((number, Unavailable) for number in (errno.ECONNRESET, errno.ECONNABORTED)),
+    ],
 )
 def test_errors_of_the_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[StoreError]
