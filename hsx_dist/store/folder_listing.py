@@ -7,31 +7,31 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hsx_dist.errors import StoreError, Unavailable
+from hsx_dist.errors import StoreError
 from hsx_dist.store.base import ObjectInfo
+from hsx_dist.store.folders import FOLDER, is_link
 
 #: Prefix of unfinished objects. They are in the folder of their final name: a rename cannot cross file systems.
 UNFINISHED = ".hsx-unfinished-"
 
 
 class FolderListing:
-    """One listing of the files below ``root``.
+    """One listing of the files below the open folder ``root``. ``path`` is its path, for errors.
 
+    Each step is relative to ``root``, so that the listing is of one folder, even if its mount is gone for a moment.
     A folder that may not be read raises ``PermissionError``. With ``unreadable``, that function gets its name instead.
-    ``was_there``: whether ``root`` existed before. If it is missing now, a mount may be gone.
     """
 
     def __init__(
         self,
-        root: Path,
+        path: Path,
+        root: int,
         prefix: str,
         after: str | None,
         unreadable: Callable[[str], None] | None = None,
-        *,
-        was_there: bool = False,
     ):
+        self._path = path
         self._root = root
-        self._was_there = was_there
         self._prefix = prefix
         self._after = after
         self._unreadable = unreadable
@@ -41,25 +41,21 @@ class FolderListing:
         try:
             entries = _entries(self._root, folder)
         except FileNotFoundError:
-            if self._was_there and not self._root.exists():
-                raise Unavailable(
-                    f"list {self._root}: expected the folder, which existed before, got none. Check its mount"
-                ) from None
-            return  # nothing is stored yet, or the folder was just removed
+            return  # just removed
         except PermissionError:
             if not folder:
                 raise
             self._skip(folder)
             return
-        for name, entry in entries:
+        for name, through_link in entries:
             is_folder = name.endswith("/")
-            if not self._is_wanted(name, is_folder) or (entry.name.startswith(UNFINISHED) and not is_folder):
+            if not self._is_wanted(name, is_folder) or name.rpartition("/")[2].startswith(UNFINISHED):
                 continue
             try:
-                if is_folder and entry.is_symlink() and not self._follow_once(entry):
+                if is_folder and through_link and not self._follow_once(name.rstrip("/")):
                     self._skip(name)
                     continue
-                about = None if is_folder else entry.stat()
+                about = None if is_folder else os.stat(name, dir_fd=self._root)
             except FileNotFoundError:
                 continue  # just deleted
             except PermissionError:
@@ -82,42 +78,53 @@ class FolderListing:
             raise
         self._unreadable(name.rstrip("/") or ".")
 
-    def _follow_once(self, entry: os.DirEntry[str]) -> bool:
+    def _follow_once(self, name: str) -> bool:
         """Whether the link's target exists. Raises ``StoreError`` for a second link to a folder: a few links can make a
         tree of any size."""
         try:
-            target = entry.stat()
+            target = os.stat(name, dir_fd=self._root)
         except FileNotFoundError:
-            if not Path(entry.path).is_symlink():
+            if not is_link(self._root, name):
                 return True  # just deleted
             if self._unreadable is not None:
                 return False
             raise StoreError(
-                f"list {entry.path}: expected a file or a folder, got a symbolic link to nothing: an object may be "
-                "lost. Restore the link's target, or remove the link"
+                f"list {self._path / name}: expected a file or a folder, got a symbolic link to nothing: an object may "
+                "be lost. Restore the link's target, or remove the link"
             ) from None
         if (target.st_dev, target.st_ino) in self._linked:
             raise StoreError(
-                f"list {entry.path}: expected at most one symbolic link to a folder, got several to one, or a loop. "
-                "Remove the link"
+                f"list {self._path / name}: expected at most one symbolic link to a folder, got several to one, or a "
+                "loop. Remove the link"
             )
         self._linked.add((target.st_dev, target.st_ino))
         return True
 
 
-def _entries(root: Path, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
-    """Return (object name, entry) of a folder below ``root``, sorted by name. Names of folders end in ``/``."""
-    with os.scandir(root / folder) as found:
-        # Folders sort with their slash: "a-b" is before "a/b", but after "a".
-        # A dict: a file system may return a name twice if its object is replaced during the scan.
-        return sorted({f"{folder}{e.name}{'/' if _is_folder(e) else ''}": e for e in found}.items())
+def _entries(root: int, folder: str) -> list[tuple[str, bool]]:
+    """Return (object name, whether it is a link) of each entry of a folder below the open ``root``, sorted by name.
+
+    Names of folders end in ``/``.
+    """
+    fd = os.open(folder or ".", FOLDER, dir_fd=root)
+    try:
+        with os.scandir(fd) as found:
+            # Folders sort with their slash: "a-b" is before "a/b", but after "a".
+            # A dict: a file system may return a name twice if its object is replaced during the scan.
+            return sorted(
+                {f"{folder}{e.name}{'/' if _is_folder(fd, e) else ''}": e.is_symlink() for e in found}.items()
+            )
+    finally:
+        os.close(fd)
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
+def _is_folder(parent: int, entry: os.DirEntry[str]) -> bool:
     # A link whose target is missing, or not visible to this process, may be a folder. No listing may ignore it.
     try:
-        return entry.is_dir() or (
-            entry.is_symlink() and not entry.name.startswith(UNFINISHED) and not Path(entry.path).exists()
-        )
-    except PermissionError:
+        if entry.is_dir():
+            return True
+        if entry.is_symlink() and not entry.name.startswith(UNFINISHED):
+            os.stat(entry.name, dir_fd=parent)
+    except (FileNotFoundError, PermissionError):
         return True
+    return False

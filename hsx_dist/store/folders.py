@@ -17,23 +17,27 @@ from pathlib import Path
 
 from hsx_dist.errors import ConfigError
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 #: Opening never follows a link in the last component, and never blocks on a FIFO.
 SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: Refers to a link itself; macOS has no such flag.
 _LINK = getattr(os, "O_PATH", 0)
+#: Opens a folder from which files are opened. Linux needs no permission to read the folder.
+SEARCH = FOLDER | _LINK
 
 
 @contextmanager
 def opened(
-    root: str | os.PathLike[str],
+    root: str | os.PathLike[str] | int,
     path: str = "",
     *,
     make: bool = False,
     own_links: bool = False,
     entered: Callable[[int, int, str], None] | None = None,
 ) -> Iterator[int]:
-    """Yield a descriptor of the folder ``path`` (``/`` between its components) below ``root``. ``root`` may be a link.
+    """Yield a descriptor of the folder ``path`` (``/`` between its components) below ``root``.
+
+    ``root`` may be a link, or the descriptor of a folder.
 
     Args:
         make: make missing folders. Refuses another user's folder in a parent where every user may make folders.
@@ -44,7 +48,7 @@ def opened(
         OSError: ``ELOOP`` for a link that is not followed, ``EACCES`` for a folder of another user, and the errors of
             ``open`` and ``mkdir``.
     """
-    folder = os.open(root, _FOLDER)
+    folder = os.dup(root) if isinstance(root, int) else os.open(root, FOLDER)
     try:
         for name in path.split("/") if path else ():
             child = _enter(folder, name, make=make, own_links=own_links)
@@ -64,7 +68,7 @@ def opened(
 def _enter(folder: int, name: str, *, make: bool, own_links: bool) -> int:
     while True:
         try:
-            child = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+            child = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=folder)
         except FileNotFoundError:
             if not make:
                 raise
@@ -107,7 +111,7 @@ def _through(folder: int, name: str, *, own_links: bool) -> int:
         try:
             found = os.fstat(link)
             if stat.S_ISLNK(found.st_mode) and found.st_uid in (0, os.geteuid()):
-                return os.open(os.readlink("", dir_fd=link), _FOLDER, dir_fd=folder)
+                return os.open(os.readlink("", dir_fd=link), FOLDER, dir_fd=folder)
         finally:
             os.close(link)
     raise OSError(errno.ELOOP, f"{name!r} is a symbolic link")
@@ -129,7 +133,7 @@ def private_folder(path: Path) -> int:
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     try:
-        folder = os.open(path, _FOLDER | os.O_NOFOLLOW)
+        folder = os.open(path, FOLDER | os.O_NOFOLLOW)
     except OSError as e:
         if e.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EACCES):
             raise

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
-
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
 from hsx_dist.store.base import (
     Buffer,
@@ -27,12 +25,12 @@ from hsx_dist.store.base import (
 )
 from hsx_dist.store.direct import write_direct
 from hsx_dist.store.faults import FULL, TRANSIENT
+from hsx_dist.store.file_io import read_range, write_all
 from hsx_dist.store.folder_listing import UNFINISHED, FolderListing
-from hsx_dist.store.folders import SAFELY, SyncedFolders, is_at, opened
+from hsx_dist.store.folders import FOLDER, SAFELY, SyncedFolders, is_at, opened
 from hsx_dist.store.inode_lock import lock_exclusively, lock_for_put
+from hsx_dist.store.root_folder import RootFolder
 
-#: Buffers in one `writev`: half of Linux' and macOS' limit of 1024.
-_IOV_MAX = 512
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
 _synced = SyncedFolders()
@@ -52,16 +50,17 @@ class LocalStore:
     - a listing that finds a link without a target raises ``StoreError``: an object or a folder may be lost.
 
     Sockets, FIFOs and devices are no objects.
+
+    The root's mount may be gone for a moment. After the first use of the root, no call takes another folder at its path
+    for it: calls that find an object missing, or store one, raise ``Unavailable``. See ``RootFolder``.
     """
 
-    _was_there = False  # whether this object has seen its root
-
     def __init__(self, root: str | os.PathLike[str]):
-        self._root = Path(root).expanduser().absolute()
+        self._root = RootFolder(Path(root).expanduser().absolute())
 
     @property
     def url(self) -> str:
-        return str(self._root)
+        return str(self._root.path)
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
@@ -72,6 +71,7 @@ class LocalStore:
         with self._translating("put", name), self._writing(folder) as fd, _unfinished(fd, views) as temporary:
             _place(fd, temporary, last, f"put {self.url}/{name}")
             _sync(fd)
+        self._root.saw(name, newest=True)
 
     def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         folder, last = self._split(name)
@@ -92,6 +92,7 @@ class LocalStore:
                     f"{e.strerror}. Use another folder, or an object store"
                 ) from e
             _sync(fd)
+        self._root.saw(name, newest=True)
 
     def get(self, name: str, most: int | None = None) -> bytes:
         with self._translating("get", name), self._reading(name) as fd, open(fd, "rb", closefd=False) as file:
@@ -103,15 +104,16 @@ class LocalStore:
         with self._translating("get", name), self._reading(name) as fd:
             size = os.fstat(fd).st_size
             # Clipped before the allocation: a range may be read from a damaged or forged object.
-            contents = [_read(fd, start, min(stop, size)) for start, stop in spans]
+            contents = [read_range(fd, start, min(stop, size)) for start, stop in spans]
         return cut(f"{self.url}/{name}", ranges, spans, contents)
 
     def head(self, name: str) -> ObjectInfo:
         path = self._path(name)
         with self._translating("head", name):
-            found = _found(path)
+            found = self._found(path, name)
             if not stat.S_ISREG(found.st_mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            self._root.saw(name)
             return ObjectInfo(name, found.st_size)
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
@@ -128,14 +130,15 @@ class LocalStore:
         with (
             self._translating("delete", name),
             suppress(FileNotFoundError, NotADirectoryError),
-            opened(self._root, folder) as fd,
+            self._opened(folder) as fd,
         ):
+            self._root.forget(name)
             os.unlink(last, dir_fd=fd)
 
     def version(self, name: str) -> str:
         """See ``Conditional``."""
         folder, last = self._split(name)
-        with self._translating("head", name), opened(self._root, folder) as fd:
+        with self._translating("head", name), self._opened(folder) as fd:
             return _version(os.stat(last, dir_fd=fd, follow_symlinks=False))
 
     def delete_version(self, name: str, version: str) -> bool:
@@ -147,10 +150,11 @@ class LocalStore:
         with (
             self._translating("delete", name),
             suppress(FileNotFoundError),
-            opened(self._root, folder) as fd,
+            self._opened(folder) as fd,
             self._locked(fd, last, version) as unchanged,
         ):
             if unchanged:
+                self._root.forget(name)
                 os.unlink(last, dir_fd=fd)
             return unchanged
         return False
@@ -193,15 +197,17 @@ class LocalStore:
     ) -> Iterator[ObjectInfo]:
         """See ``Folders``. Links are not followed."""
 
+        base = self._root.path
+
         def failed(error: OSError) -> None:
             path = Path(error.filename)
-            if isinstance(error, PermissionError) and unreadable is not None and path != self._root:
-                unreadable(path.relative_to(self._root).as_posix())
+            if isinstance(error, PermissionError) and unreadable is not None and path != base:
+                unreadable(path.relative_to(base).as_posix())
             elif not isinstance(error, FileNotFoundError):
                 raise error
 
-        with self._translating("list", UNFINISHED):
-            for folder, below, names in os.walk(self._root, onerror=failed):
+        with self._translating("list", UNFINISHED), suppress(FileNotFoundError), self._root.opened() as root:
+            for folder, below, names in os.walk(base, onerror=failed):
                 below.sort()
                 for path in (Path(folder, name) for name in sorted(names) if name.startswith(UNFINISHED)):
                     try:
@@ -213,14 +219,15 @@ class LocalStore:
                         failed(e)
                         continue
                     if time.time() - found.st_mtime >= older_than:
-                        yield ObjectInfo(path.relative_to(self._root).as_posix(), found.st_size)
+                        yield ObjectInfo(path.relative_to(base).as_posix(), found.st_size)
+            self._root.require_still(root)
 
     def _path(self, name: str) -> Path:
         if check_name(name).rpartition("/")[2].startswith(UNFINISHED):
             raise ValueError(
                 f"expected a name that does not begin with {UNFINISHED!r} (unfinished objects), got {name!r}"
             )
-        return self._root / name
+        return self._root.path / name
 
     def _split(self, name: str) -> tuple[str, str]:
         """Return (folder below the root, name in the folder)."""
@@ -231,12 +238,36 @@ class LocalStore:
     @contextmanager
     def _reading(self, name: str) -> Iterator[int]:
         path = self._path(name)
-        self._require_file(name, _found(path))  # opening a device may have side effects
-        # Opening a FIFO would block until another process writes into it.
-        with _opened(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
+        self._require_file(name, self._found(path, name))  # opening a device may have side effects
+        try:
+            # Opening a FIFO would block until another process writes into it.
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            self._found(path, name)  # raises if the object was just deleted
+            raise Unavailable(
+                f"get {path}: expected the object that was just found, got none. Check its mount"
+            ) from None
+        with _opened(file) as fd:
             self._require_file(name, os.fstat(fd))
-            self._was_there = True
+            self._root.saw(name)
             yield fd
+
+    def _found(self, path: Path, name: str) -> os.stat_result:
+        """Return the file's status. Raises ``FileNotFoundError`` only after the object's folder was opened.
+
+        An NFS client remembers for a minute that a name is missing, and asks the server when the folder is opened. The
+        folder is opened from the root that this object has seen: the mount may be gone.
+        """
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return path.stat()
+        folder, last = self._split(name)
+        with self._root.opened(search=True) as root:
+            try:
+                parent = os.open(folder or ".", FOLDER, dir_fd=root)
+            except PermissionError:  # a folder that may be searched, but not read
+                return os.stat(name, dir_fd=root)
+            with _opened(parent):
+                return os.stat(last, dir_fd=parent)
 
     def _require_file(self, name: str, found: os.stat_result) -> None:
         if stat.S_ISDIR(found.st_mode):
@@ -247,17 +278,22 @@ class LocalStore:
     @contextmanager
     def _writing(self, folder: str) -> Iterator[int]:
         """Yield the open folder. Makes it and syncs its name if necessary."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        with opened(self._root) as root:
-            _synced.once(os.path.realpath(self._root), root, lambda: self._sync_root(root))
-            self._was_there = True
-        with opened(self._root, folder, make=True, own_links=True, entered=_sync_name) as fd:
+        with self._root.opened(make=True) as root:
+            _synced.once(os.path.realpath(self._root.path), root, lambda: self._sync_root(root))
+            with opened(root, folder, make=True, own_links=True, entered=_sync_name) as fd:
+                yield fd
+            self._root.require_still(root)
+
+    @contextmanager
+    def _opened(self, folder: str) -> Iterator[int]:
+        """Yield the open folder."""
+        with self._root.opened() as root, opened(root, folder) as fd:
             yield fd
 
     def _sync_root(self, root: int) -> None:
         """Sync the names of the root and its parents. Another process may have made them and died before its sync."""
         device = os.fstat(root).st_dev
-        for folder in Path(os.path.realpath(self._root)).parents:
+        for folder in Path(os.path.realpath(self._root.path)).parents:
             if folder.stat().st_dev != device:
                 break  # the folder below is a mount point, which no process makes by ``mkdir``
             with suppress(PermissionError), opened(folder) as fd:  # searchable, but not readable
@@ -266,9 +302,10 @@ class LocalStore:
     def _listed(
         self, prefix: str, after: str | None, unreadable: Callable[[str], None] | None = None
     ) -> Iterator[ObjectInfo]:
-        listing = FolderListing(self._root, prefix, after, unreadable, was_there=self._was_there)
-        self._was_there = self._was_there or self._root.exists()
-        return listing.objects()
+        with suppress(FileNotFoundError), self._root.opened() as root:  # without a root nothing is stored yet
+            for info in FolderListing(self._root.path, root, prefix, after, unreadable).objects():
+                self._root.saw(info.name)
+                yield info
 
     @contextmanager
     def _translating(self, verb: str, name: str) -> Iterator[None]:
@@ -280,12 +317,14 @@ class LocalStore:
             raise
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as e:
             if verb == "put":
+                self._root.require()
                 raise StoreError(
                     f"{where}: expected a folder to write into, got {e.strerror}: an object and a folder cannot "
                     "share a name here. Choose another name or output"
                 ) from e
             raise NotFound(f"{where}: there is no such object") from e
         except PermissionError as e:
+            self._root.require()  # the folder below a mount is often private
             raise Denied(f"{where}: {e.strerror}. Check the folder's owner and mode, or choose another output") from e
         except RecursionError as e:
             raise StoreError(
@@ -303,21 +342,6 @@ class LocalStore:
                 ) from e
             kind = Unavailable if e.errno in TRANSIENT else StoreError
             raise kind(f"{where}: {e.strerror or e}") from e
-
-
-def _found(path: Path) -> os.stat_result:
-    """Return the file's status. Raises ``FileNotFoundError`` only after the folder was opened.
-
-    An NFS client remembers for a minute that a name is missing, and asks the server when the folder is opened.
-    """
-    with suppress(FileNotFoundError):
-        return path.stat()
-    try:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:  # a folder that may be searched, but not read
-        return path.stat()
-    with _opened(folder):
-        return os.stat(path.name, dir_fd=folder)
 
 
 @contextmanager
@@ -339,7 +363,7 @@ def _unfinished(folder: int, views: Sequence[memoryview]) -> Iterator[str]:
     try:
         with _opened(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFELY, 0o666, dir_fd=folder)) as fd:
             if not write_direct(fd, views):
-                _write_all(fd, views)
+                write_all(fd, views)
             os.fsync(fd)
         yield temporary
     except FileNotFoundError as e:
@@ -409,25 +433,3 @@ def _sync(folder: int) -> None:
     except OSError as e:
         if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts cannot sync a folder
             raise
-
-
-def _write_all(fd: int, views: Sequence[memoryview]) -> None:
-    todo = list(reversed(views))
-    while todo:
-        batch = todo[: -_IOV_MAX - 1 : -1]
-        written = os.writev(fd, batch)
-        while todo and written >= todo[-1].nbytes:
-            written -= todo.pop().nbytes
-        if written:
-            todo[-1] = todo[-1][written:]
-
-
-def _read(fd: int, start: int, stop: int) -> memoryview:
-    data = np.empty(stop - start, np.uint8).data if stop > start else memoryview(b"")
-    done = 0
-    while done < data.nbytes:
-        n = os.preadv(fd, [data[done:]], start + done)
-        if n == 0:
-            break  # just truncated
-        done += n
-    return data[:done]

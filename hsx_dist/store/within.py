@@ -14,7 +14,7 @@ from hsx_dist.config.urls import check_no_credentials, public_url
 from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.store.base import ObjectInfo, Store
 from hsx_dist.store.folder_listing import UNFINISHED
-from hsx_dist.store.folders import SAFELY, is_link, opened
+from hsx_dist.store.folders import SAFELY, is_link
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.opening import open_store
 from hsx_dist.store.retry import RetryStore
@@ -45,13 +45,14 @@ class ConfinedFolder(LocalStore):
     @contextmanager
     def _reading(self, name: str) -> Iterator[int]:
         folder, last = self._split(name)
-        with opened(self._root, folder) as parent:
+        with self._opened(folder) as parent:
             if is_link(parent, last):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             self._require_file(name, os.stat(last, dir_fd=parent, follow_symlinks=False))
             fd = os.open(last, os.O_RDONLY | SAFELY, dir_fd=parent)
         try:
             self._require_file(name, os.fstat(fd))
+            self._root.saw(name, newest=True)
             yield fd
         finally:
             os.close(fd)

@@ -356,7 +356,7 @@ def test_opening_an_existing_run_continues_it(place: Place) -> None:
     found, manifest = open_or_start_run(config, place.root, {})
     assert (found.info, len(manifest.samples)) == (place.info, 4)
     shutil.rmtree(place.root.url)
-    found, manifest = open_or_start_run(config, place.root, {})
+    found, manifest = open_or_start_run(config, LocalStore(place.root.url), {})
     assert (found.version, len(manifest.samples)) == (2, 0)
 
 

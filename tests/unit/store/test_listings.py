@@ -107,10 +107,10 @@ def test_a_forked_reader_raises_when_a_folder_cannot_be_read(tmp_path: Path, mon
     run._pid = -1  # as in a child process
     scan = os.scandir
 
-    def failing(path: Any = ".") -> Any:
-        if str(path).rstrip("/").endswith("attempts"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return scan(path)
+    def failing(folder: int) -> Any:
+        if Path(f"/proc/self/fd/{folder}").readlink().name == "attempts":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scan(folder)
 
     monkeypatch.setattr(os, "scandir", failing)
     with pytest.raises(StoreError, match="Permission denied"):
@@ -149,8 +149,8 @@ def test_a_name_that_the_file_system_gives_twice_is_listed_once(
     below = list(os.scandir(tmp_path / "d"))
 
     @contextmanager
-    def twice(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
-        yield iter((below if folder == tmp_path / "d" else entries) * 2)
+    def twice(folder: int) -> Iterator[Iterator[os.DirEntry[str]]]:
+        yield iter((below if os.path.samestat(os.fstat(folder), (tmp_path / "d").stat()) else entries) * 2)
 
     monkeypatch.setattr(os, "scandir", twice)
     assert [info.name for info in store.list()] == ["a", "b", "d/c"]

@@ -16,7 +16,6 @@ import pytest
 from hsx_dist.errors import NotFound, Unavailable
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.fsspec import FsspecStore
-from hsx_dist.store.local import LocalStore
 from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.store.opening import Backend
 
@@ -153,19 +152,3 @@ def test_an_empty_listing_of_gcs_by_obstore_is_confirmed(tmp_path: Path) -> None
     other.put("a", [b"1"])
     with pytest.raises(Unavailable, match="got one without names that follow"):
         names(store)
-
-
-def test_a_folder_that_is_gone_is_not_empty(tmp_path: Path) -> None:
-    """Its mount may be gone for a moment."""
-    (tmp_path / "mount/run").mkdir(parents=True)
-    for use in (LocalStore.list, lambda store: [store.get("a")]):
-        (tmp_path / "mount/run/a").write_bytes(b"1")
-        store = LocalStore(tmp_path / "mount/run")
-        assert list(use(store))
-        (tmp_path / "mount").rename(tmp_path / "away")
-        with pytest.raises(Unavailable, match="expected the folder, which existed before"):
-            list(store.list("manifest/"))
-        assert list(LocalStore(tmp_path / "mount/run").list()) == []
-        (tmp_path / "away").rename(tmp_path / "mount")
-        assert names(store) == ["a"]
-        assert names(LocalStore(tmp_path / "mount/run/none")) == []

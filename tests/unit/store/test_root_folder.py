@@ -1,0 +1,212 @@
+"""While the mount of a local store's folder is gone, no object is missing, and none is stored below the mount."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hsx_dist.errors import AlreadyExists, NotFound, Unavailable
+from hsx_dist.store import RetryPolicy, RetryStore
+from hsx_dist.store.local import LocalStore
+from hsx_dist.store.within import ConfinedFolder
+
+USES: dict[str, Callable[[LocalStore], Any]] = {
+    "put": lambda store: store.put("d/new", [b"1"]),
+    "put_if_absent": lambda store: store.put_if_absent("d/new", b"1"),
+    "put_version": lambda store: store.put_version("d/a", [b"1"], "1-2-3"),
+    "get": lambda store: store.get("d/a"),
+    "get_ranges": lambda store: store.get_ranges("d/a", [(0, 1)]),
+    "head": lambda store: store.head("d/a"),
+    "list": lambda store: list(store.list()),
+    "list_prefix": lambda store: list(store.list("d/")),
+    "list_readable": lambda store: list(store.list_readable(lambda _: None)),
+    "unfinished": lambda store: list(store.unfinished()),
+    "delete": lambda store: store.delete("d/a"),
+    "version": lambda store: store.version("d/a"),
+    "delete_version": lambda store: store.delete_version("d/a", "1-2-3"),
+}
+SEEN: dict[str, Callable[[LocalStore], Any]] = {
+    "read": lambda store: store.get("d/a"),
+    "stored": lambda store: store.put("d/b", [b"1"]),
+    "listed": lambda store: list(store.list()),
+    "asked": lambda store: store.head("d/a"),
+}
+
+
+class Mount:
+    """A folder in the place of a mount that is gone for a moment. The store is in its subfolder ``run``."""
+
+    def __init__(self, folder: Path):
+        self.root, self._mount, self._away = folder / "mount/run", folder / "mount", folder / "away"
+        (self.root / "d").mkdir(parents=True)
+        (self.root / "d/a").write_bytes(b"a")
+
+    def goes(self, *, leaves: bool) -> None:
+        """``leaves``: the disk below has the root's folder too."""
+        self._mount.rename(self._away)
+        if leaves:
+            self.root.mkdir(parents=True)
+
+    def returns(self) -> None:
+        if self._mount.exists():
+            assert [path for path in self._mount.rglob("*") if path.is_file()] == []
+            shutil.rmtree(self._mount)
+        self._away.rename(self._mount)
+
+    @contextmanager
+    def gone(self, *, leaves: bool) -> Iterator[None]:
+        self.goes(leaves=leaves)
+        try:
+            yield
+        finally:
+            self.returns()
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Mount:
+    return Mount(tmp_path)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize(("seen", "use"), [*(("read", use) for use in USES), *((seen, "list") for seen in SEEN)])
+def test_a_folder_that_is_gone_is_unavailable(mount: Mount, seen: str, use: str, leaves: bool) -> None:
+    store = LocalStore(mount.root)
+    SEEN[seen](store)
+    with mount.gone(leaves=leaves), pytest.raises(Unavailable, match="expected the folder, which existed before"):
+        USES[use](store)
+    assert store.get("d/a") == b"a"
+    with pytest.raises(NotFound):
+        store.get("d/none")
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("use", ["get", "head"])
+def test_a_confined_folder_that_is_gone_is_unavailable(mount: Mount, use: str, leaves: bool) -> None:
+    store = ConfinedFolder(mount.root)
+    store.get("d/a")
+    with mount.gone(leaves=leaves), pytest.raises(Unavailable, match="expected the folder, which existed before"):
+        USES[use](store)
+    assert store.get("d/a") == b"a"
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("use", ["get", "head", "list", "list_prefix"])
+def test_a_mount_that_is_back_before_the_check_hides_no_object(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch, use: str, leaves: bool
+) -> None:
+    """The mount is gone during any one system call, and back before the next."""
+    found: list[Any] = []
+    for which in range(20):
+        goes = iter([False] * which + [True])
+
+        def during(call: Callable[..., Any], goes: Iterator[bool] = goes) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if not next(goes, False):
+                    return call(*args, **kwargs)
+                with mount.gone(leaves=leaves):
+                    return call(*args, **kwargs)
+
+            return run
+
+        store = LocalStore(mount.root)
+        store.get("d/a")
+        with monkeypatch.context() as patch:
+            for owner, name in ((os, "open"), (os, "scandir"), (os, "stat"), (Path, "stat")):
+                patch.setattr(owner, name, during(getattr(owner, name)))
+            with suppress(Unavailable):
+                found.append(USES[use](store))
+    expected = USES[use](store)
+    assert found
+    assert all(answer == expected for answer in found)
+
+
+def test_an_object_that_is_stored_while_the_mount_goes_is_stored_again(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("put", "put_if_absent"):
+        fsync, told = os.fsync, []
+
+        def goes(fd: int, fsync: Callable[[int], None] = fsync, told: list[Unavailable] = told) -> None:
+            fsync(fd)
+            if not (told or mount.root.with_name("gone").exists()):
+                mount.goes(leaves=True)
+                mount.root.with_name("gone").touch()
+
+        def returns(error: Unavailable, told: list[Unavailable] = told) -> None:
+            told.append(error)
+            mount.root.with_name("gone").unlink()
+            mount.returns()
+
+        store = RetryStore(LocalStore(mount.root), RetryPolicy(60), sleep=lambda _: None, on_retry=returns)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", goes)
+            store.put(f"d/{name}", [b"1"]) if name == "put" else store.put_if_absent(f"d/{name}", b"1")
+        assert len(told) == 1
+        assert store.get(f"d/{name}") == b"1"
+    with pytest.raises(AlreadyExists):
+        store.put_if_absent("d/put_if_absent", b"2")
+
+
+def test_a_mount_that_is_back_with_other_numbers_is_used(mount: Mount, tmp_path: Path) -> None:
+    store = LocalStore(mount.root)
+    assert store.get("d/a") == b"a"
+    store.put("d/b", [b"b"])
+    shutil.copytree(mount.root, tmp_path / "copy")
+    mount.goes(leaves=False)
+    mount.root.parent.mkdir()
+    (tmp_path / "copy").rename(mount.root)
+    store.put("d/c", [b"c"])
+    assert [info.name for info in store.list()] == ["d/a", "d/b", "d/c"]
+    with pytest.raises(NotFound):
+        store.get("d/none")
+
+
+@pytest.mark.parametrize("deleted", ["d/a", "d/b"])
+def test_a_deleted_object_is_not_expected_when_the_mount_is_back(mount: Mount, tmp_path: Path, deleted: str) -> None:
+    store = LocalStore(mount.root)
+    store.get("d/a")
+    store.put("d/b", [b"b"])
+    store.delete(deleted)
+    shutil.copytree(mount.root, tmp_path / "copy")
+    mount.goes(leaves=False)
+    mount.root.parent.mkdir()
+    (tmp_path / "copy").rename(mount.root)
+    assert len(list(store.list())) == 1
+
+
+def test_a_folder_without_objects_may_be_made_again_on_its_disk(tmp_path: Path) -> None:
+    """A consumer that waits for a run sees the folder before the driver makes it anew."""
+    (tmp_path / "run").mkdir()
+    store = LocalStore(tmp_path / "run")
+    with pytest.raises(NotFound):
+        store.get("a")
+    assert list(store.list()) == []
+    (tmp_path / "run").rename(tmp_path / "old")
+    LocalStore(tmp_path / "run").put("a", [b"1"])
+    assert store.get("a") == b"1"
+
+
+def test_a_folder_that_was_never_there_has_no_objects(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "none/run")
+    assert list(store.list()) == list(store.unfinished()) == []
+    store.delete("a")
+    with pytest.raises(NotFound):
+        store.get("a")
+    store.put("a", [b"1"])
+    assert store.get("a") == b"1"
+
+
+def test_a_folder_that_was_removed_is_made_again_by_a_store_that_is_opened_anew(mount: Mount) -> None:
+    store = LocalStore(mount.root)
+    store.get("d/a")
+    shutil.rmtree(mount.root)
+    with pytest.raises(Unavailable, match="or the folder was removed"):
+        store.put("d/a", [b"1"])
+    LocalStore(mount.root).put("d/a", [b"1"])
+    assert store.get("d/a") == b"1"
