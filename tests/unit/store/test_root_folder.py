@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hsx_dist.errors import AlreadyExists, NotFound, Unavailable
+from hsx_dist.errors import AlreadyExists, Denied, NotFound, Unavailable
 from hsx_dist.store import RetryPolicy, RetryStore
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.within import ConfinedFolder
@@ -83,6 +84,22 @@ def test_a_folder_that_is_gone_is_unavailable(mount: Mount, seen: str, use: str,
     assert store.get("d/a") == b"a"
     with pytest.raises(NotFound):
         store.get("d/none")
+
+
+def test_a_private_folder_below_the_mount_is_unavailable(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(mount.root)
+    store.get("d/a")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with mount.gone(leaves=True), monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", refuse)  # root passes every permission check
+        with pytest.raises(Unavailable, match="expected the folder, which existed before"):
+            store.get("d/a")
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(Denied):
+        store.get("d/a")
 
 
 @pytest.mark.parametrize("leaves", [False, True])
