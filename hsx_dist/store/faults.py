@@ -9,6 +9,7 @@ import errno
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -16,6 +17,7 @@ from hsx_dist.config.redaction import redact_text
 from hsx_dist.config.secret_names import looks_secret
 from hsx_dist.config.urls import url_secrets
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
+from hsx_dist.store.look_ups import CONNECTION, chain_of, failed_for_now, found_none, names_of
 
 _DENIED_CODES = frozenset(
     {
@@ -54,6 +56,7 @@ _NO_CREDENTIALS = frozenset(
     {
         "CredentialRetrievalError",
         "DefaultCredentialsError",
+        "MetadataRetrievalError",
         "NoAuthTokenError",
         "NoCredentialsError",
         "PartialCredentialsError",
@@ -62,24 +65,6 @@ _NO_CREDENTIALS = frozenset(
         "SSOTokenLoadError",
         "TokenRetrievalError",
         "UnauthorizedSSOTokenError",
-    }
-)
-_CONNECTION = frozenset(
-    {
-        "ChecksumError",
-        "ClientConnectionError",
-        "ClientPayloadError",
-        "ConnectionClosedError",
-        "ConnectionError",
-        "FSTimeoutError",
-        "HTTPClientError",
-        "IncompleteRead",
-        "RequestException",
-        "ResponseParserError",
-        "RetryError",
-        "ServerDisconnectedError",
-        "ServerTimeoutError",
-        "TransportError",
     }
 )
 #: Errors of a disk or a mount that may end. The client or the server of a shared file system may just be restarted.
@@ -124,7 +109,7 @@ _INVALID_RANGE = "Requested range was invalid"
 _RUST = "\n\nDebug source:"
 _NO_ANSWER = (
     *("HTTP error:", "error sending request", "operation timed out"),
-    *("Could not connect to the endpoint", "timeout on endpoint"),  # of botocore, for credentials
+    " credential provider: Unavailable: ",  # of ``looking_up``
 )
 #: obstore's text for S3's 301, which names the right endpoint in its body only.
 _REDIRECT = "redirect without LOCATION"
@@ -184,11 +169,13 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     if of_http and isinstance(error, FileNotFoundError) and error.__cause__ is not None:
         # fsspec calls every failure of a HEAD a missing file: also a lost connection, and every other status.
         return translate(error.__cause__, where, bucket, redact)
-    chain = list(_chain(error))
-    names = {c.__name__ for e in chain for c in type(e).__mro__}
+    chain = list(chain_of(error))
+    names = names_of(chain)
     code, status = _code(chain)
     detail = _detail(chain, code, status, redact)
     unanswered = _unanswered(chain, status)
+    if failed_for_now(error):
+        return Unavailable(f"{where}: no credentials now: {detail}. Check their service, and try again later")
     # Before AlreadyExists: obstore raises AlreadyExistsError for every 409, also S3's ConditionalRequestConflict.
     busy = code in _BUSY_CODES or status in (408, 410, 429) or (status is not None and status >= 500 and status != 501)
     # The answer to a HEAD has no body, thus no code.
@@ -218,7 +205,7 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     missing = isinstance(error, FileNotFoundError) or number in (errno.EISDIR, errno.ENOTDIR)
     if missing or (status == 404 and any(map(_of_the_store, chain))):
         return NotFound(f"{where}: there is no such object")
-    if names & _CONNECTION or isinstance(error, (TimeoutError, ConnectionError)) or unanswered:
+    if names & CONNECTION or isinstance(error, (TimeoutError, ConnectionError)) or unanswered:
         return Unavailable(f"{where}: no answer: {detail}. {_ENDPOINT_HINT}")
     if _of_a_gateway(chain, where):
         return Unavailable(f"{where}: expected the store's answer, got another: {detail}. {_ENDPOINT_HINT}")
@@ -235,6 +222,18 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     return StoreError(f"{where}: {detail}")
 
 
+@contextmanager
+def looking_up() -> Iterator[None]:
+    """Raise ``Unavailable`` if a look-up of credentials fails for now. obstore keeps only the text of its error."""
+    try:
+        yield
+    except Exception as e:
+        if isinstance(translate(e, "look up", "", Redactor({}, {})), Unavailable):
+            root = list(chain_of(e))[-1]
+            raise Unavailable(f"{type(root).__name__}: {root}") from e
+        raise
+
+
 def after_renewal(result: StoreError, renew: Callable[[], bool]) -> StoreError:
     """Return the error for a call that failed with ``result``. ``renew``: whether a retry of the call may succeed.
 
@@ -249,18 +248,23 @@ def after_renewal(result: StoreError, renew: Callable[[], bool]) -> StoreError:
 
 def expired(error: BaseException) -> bool:
     """Whether temporary credentials expired. New credentials may exist already."""
-    return _code(list(_chain(error)))[0] in ("ExpiredToken", "TokenRefreshRequired")
+    return _code(list(chain_of(error)))[0] in ("ExpiredToken", "TokenRefreshRequired")
+
+
+def outdated(error: BaseException) -> bool:
+    """Whether a new look-up may find credentials: for this call if they expired, for a later one if none were found."""
+    return expired(error) or found_none(error)
 
 
 def redirected(error: BaseException) -> bool:
     """Whether the bucket is in another region than the request's."""
-    code, status = _code(list(_chain(error)))
+    code, status = _code(list(chain_of(error)))
     return code in _REGION_CODES or status in (301, 307)
 
 
 def past_the_end(error: BaseException) -> bool:
     """Whether the requested range begins past the object's last byte."""
-    chain = list(_chain(error))
+    chain = list(chain_of(error))
     if _of_another_service(chain):
         return False
     code, status = _code(chain)
@@ -336,15 +340,6 @@ def _errno(error: BaseException) -> int | None:
 
 def _of_obstore(error: BaseException) -> bool:
     return _RUST in str(error) or type(error).__module__.startswith("obstore")
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error and its explicit causes. ``__context__`` is not followed: it may be unrelated."""
-    seen = 0
-    while error is not None and seen < 8:
-        yield error
-        error = error.__cause__
-        seen += 1
 
 
 def _code(chain: list[BaseException]) -> tuple[str, int | None]:

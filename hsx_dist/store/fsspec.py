@@ -32,7 +32,7 @@ from hsx_dist.store.base import (
     require_at_most,
     stated_size,
 )
-from hsx_dist.store.faults import Redactor, after_renewal, expired, past_the_end, translate
+from hsx_dist.store.faults import Redactor, after_renewal, expired, outdated, past_the_end, translate
 from hsx_dist.store.pages import Pages, in_order, name_below, objects_of_gcs, put_in_order
 from hsx_dist.store.upload_answers import require_stored
 from hsx_dist.store.web_answers import bounding_answers
@@ -406,7 +406,7 @@ class FsspecStore:
         result = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
         if verb not in ("put-if-absent", "put-version", "delete-version") and isinstance(result, AlreadyExists):
             result = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error))}")
-        return after_renewal(result, lambda: expired(error) and not self._given_token() and self._renew(fs))
+        return after_renewal(result, lambda: outdated(error) and not self._given_token() and self._renew(fs, error))
 
     def _call(self, verb: str, name: str, call: Callable[[], T], past_end: T | None = None) -> T:
         with self._translating(verb, name):
@@ -430,12 +430,12 @@ class FsspecStore:
         more = self._options.get("client_kwargs") or {}
         return bool(self._options.get("token") or more.get("aws_session_token"))
 
-    def _renew(self, fs: Any) -> bool:
-        """Look up credentials again after those of a profile or the environment expired."""
+    def _renew(self, fs: Any, error: Exception) -> bool:
+        """Look up credentials again at the next call. Returns whether a retry may succeed: not if there were none."""
         with self._lock:
             if self._fs is fs:
                 self._fs, self._root = self._connect()
-        return True
+        return expired(error)
 
     def _shown(self, error: BaseException) -> BaseException | None:
         """Return the error as the cause that tracebacks show, or None if its text contains a credential."""

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hsx_dist.errors import ConfigError, install_extra
+from hsx_dist.store.faults import looking_up
 from hsx_dist.store.obstore_connection import KEEP, Connection, NotTranslated, only
 from hsx_dist.store.obstore_s3 import s3_connection
 
@@ -63,7 +64,8 @@ class GcsfsCredentials:
         self.secrets: set[str] = set()  # every token returned
 
     def __call__(self) -> dict[str, Any]:
-        self._credentials.maybe_refresh()
+        with looking_up():
+            self._credentials.maybe_refresh()
         self.secrets.add(self._credentials.credentials.token)
         return {"token": self._credentials.credentials.token, "expires_at": datetime.now(UTC) + KEEP}
 

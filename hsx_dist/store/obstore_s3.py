@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from hsx_dist.config.urls import PROFILES_ENDPOINT, check_endpoint
 from hsx_dist.errors import ConfigError, install_extra
+from hsx_dist.store.faults import looking_up
 from hsx_dist.store.obstore_connection import KEEP, Connection, NotTranslated, mapping, only
 
 _S3_OPTIONS = frozenset(
@@ -93,19 +94,25 @@ _OBSTORE_ONLY_ENV = (
 
 
 class BotocoreCredentials:
-    """An obstore credential provider that returns a botocore session's credentials, refreshed by botocore."""
+    """An obstore credential provider that returns a botocore session's credentials, refreshed by botocore.
 
-    def __init__(self, credentials: Any):
+    ``credentials``: None if none were found. ``look_up()`` may find some later.
+    """
+
+    def __init__(self, credentials: Any, look_up: Callable[[], Any]):
         self._credentials = credentials
+        self._look_up = look_up
         self.secrets: set[str] = set()  # every secret returned
 
     def __call__(self) -> dict[str, Any]:
-        if self._credentials is None:
-            # Raised here and not in ``__init__``: as with fsspec, opening a store needs no credentials.
-            from botocore.exceptions import NoCredentialsError
+        with looking_up():
+            self._credentials = self._credentials or self._look_up()
+            if self._credentials is None:
+                # Raised here and not in ``__init__``: as with fsspec, opening a store needs no credentials.
+                from botocore.exceptions import NoCredentialsError
 
-            raise NoCredentialsError
-        frozen = self._credentials.get_frozen_credentials()
+                raise NoCredentialsError
+            frozen = self._credentials.get_frozen_credentials()
         self.secrets |= {secret for secret in (frozen.secret_key, frozen.token) if secret}
         return {
             "access_key_id": frozen.access_key,
@@ -145,11 +152,11 @@ def s3_connection(bucket: str, options: Mapping[str, Any], region: str | None) -
     from obstore.store import S3Store
 
     given = _Given.of(bucket, options)
-    client = _botocore_client(options, given.client, given.config, region)
+    client, look_up = _botocore_client(options, given.client, given.config, region)
     check_endpoint(str(client.meta.endpoint_url), PROFILES_ENDPOINT)
     config = _s3_config(given, client, region)
     anonymous = bool(options.get("anon"))
-    provider: Any = None if anonymous else BotocoreCredentials(client._request_signer._credentials)
+    provider: Any = None if anonymous else BotocoreCredentials(client._request_signer._credentials, look_up)
     client_options = _http_options(str(client.meta.endpoint_url), given.client.get("verify"), client, given.config)
 
     def make(client_config: dict[str, Any], retry_config: dict[str, Any]) -> Any:
@@ -232,8 +239,8 @@ def _first_page(client: Any, bucket: str, requester_pays: bool, prefix: str, **m
 
 def _botocore_client(
     options: Mapping[str, Any], client_kwargs: Mapping[str, Any], config_kwargs: Mapping[str, Any], region: str | None
-) -> Any:
-    """Make the same client as s3fs. Only its settings are used."""
+) -> tuple[Any, Callable[[], Any]]:
+    """Make the same client as s3fs, and a function that looks up its credentials again. Only its settings are used."""
     try:
         from botocore import UNSIGNED
         from botocore.config import Config
@@ -256,7 +263,7 @@ def _botocore_client(
         config["signature_version"] = UNSIGNED
         kwargs = {k: v for k, v in kwargs.items() if not k.startswith("aws_")}
     session = Session(profile=options["profile"]) if options.get("profile") else Session()
-    return session.create_client("s3", config=Config(**config), **kwargs)
+    return session.create_client("s3", config=Config(**config), **kwargs), session.get_credentials
 
 
 def _region(client: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 import sys
 import threading
@@ -9,12 +11,20 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import gcsfs
+import obstore
 import pytest
+from botocore.exceptions import CredentialRetrievalError
+from botocore.utils import ContainerMetadataFetcher
+from google.auth.exceptions import RefreshError, TransportError
+from obstore.exceptions import UnauthenticatedError
+from obstore.store import GCSStore
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
 from hsx_dist.format.receipt_log import is_closed
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.faults import Redactor, after_renewal, translate
+from hsx_dist.store.obstore_options import GcsfsCredentials
 from hsx_dist.store.opening import Backend
 
 _LOOK_UP = """
@@ -23,19 +33,36 @@ end = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=
 print(json.dumps({"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "Expiration": end.isoformat()}))
 """
 
+#: As a service for credentials gives them.
+_CREDENTIALS = json.dumps(
+    {"Code": "Success", "AccessKeyId": "a", "SecretAccessKey": "b", "Token": "c", "Expiration": "2999-01-01T00:00:00Z"}
+).encode()
+
 
 class Service(BaseHTTPRequestHandler):
-    """S3 with an object for every name but "absent", and STS, which answers every request with ``sts`` and ``code``."""
+    """S3 with an object for every name but "absent", and STS, which answers every request with ``sts`` and ``code``.
+
+    ``agent``: the status of a container's and an instance's service for credentials.
+    """
 
     protocol_version = "HTTP/1.1"
     sts, code = 404, "NoSuchEntity"
     expired = False
+    agent = 200
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        self._answer(self.agent, b"a token")
 
     def do_HEAD(self) -> None:
         self._answer(404 if self.path.endswith("absent") else 200)
 
     def do_GET(self) -> None:
-        self._answer(400, b"<Error><Code>ExpiredToken</Code></Error>") if self.expired else self.do_HEAD()
+        if self.path.endswith("/security-credentials/"):
+            return self._answer(self.agent, b"role")
+        if self.path.endswith(("/agent", "/role")):
+            return self._answer(self.agent, _CREDENTIALS)
+        return self._answer(400, b"<Error><Code>ExpiredToken</Code></Error>") if self.expired else self.do_HEAD()
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -144,6 +171,76 @@ class TestCredentials:
         _role(tmp_path, monkeypatch).write_text("identity")
         with pytest.raises(Unavailable, match="AssumeRoleWithWebIdentity" if status else "127.0.0.1:1"):
             is_closed(_open(backend), 1)
+
+    @pytest.mark.parametrize(
+        ("status", "kind"), [(503, Unavailable), (429, Unavailable), (None, Unavailable), (404, Denied)]
+    )
+    def test_a_containers_agent_answers_later(
+        self, backend: Backend, monkeypatch: pytest.MonkeyPatch, status: int | None, kind: type[StoreError]
+    ) -> None:
+        monkeypatch.setattr(ContainerMetadataFetcher, "RETRY_ATTEMPTS", 1)
+        monkeypatch.setattr(ContainerMetadataFetcher, "SLEEP_TIME", 0)
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{os.environ['AWS_ENDPOINT_URL']}/agent")
+        monkeypatch.setattr(Service, "agent", status or 200)
+        if status is None:
+            monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://127.0.0.1:1/agent")
+        with pytest.raises(kind, match="container-role"):
+            is_closed(_open(backend), 1)
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{os.environ['AWS_ENDPOINT_URL']}/agent")
+        monkeypatch.setattr(Service, "agent", 200)
+        monkeypatch.setattr(sys.modules[__name__], "_CREDENTIALS", _CREDENTIALS.replace(b"2999", b"2001"))
+        store = _open(backend)  # with credentials that expired
+        monkeypatch.setattr(Service, "agent", status or 503)
+        with pytest.raises(kind, match="container-role"):
+            is_closed(store, 1)
+        monkeypatch.setattr(Service, "agent", 200)
+        monkeypatch.setattr(sys.modules[__name__], "_CREDENTIALS", _CREDENTIALS.replace(b"2001", b"2999"))
+        assert is_closed(store, 1)
+
+    def test_an_instances_role_is_found_later(self, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+        """botocore hides that its service did not answer. So this is ``Denied``, but not for ever."""
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", os.environ["AWS_ENDPOINT_URL"])
+        monkeypatch.setattr(Service, "agent", 503)
+        store = _open(backend)
+        with pytest.raises(Denied, match="Unable to locate credentials"):
+            store.head("a")
+        monkeypatch.setattr(Service, "agent", 200)
+        assert store.head("a").size == 0
+
+
+def _of_gcsfs(cause: Exception) -> Exception:
+    """Return gcsfs's error for a failed renewal of a token."""
+    refresh = RefreshError(cause, retryable=getattr(cause, "retryable", False))
+    refresh.__cause__ = cause
+    error = gcsfs.retry.HttpError({"code": 401, "message": "Invalid Credentials"})
+    error.__cause__ = refresh
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (_of_gcsfs(TransportError("metadata server unavailable. Response status: 503\nno")), Unavailable),
+        (_of_gcsfs(TransportError("metadata service. Status: 502 Response:\nno")), Unavailable),
+        (_of_gcsfs(TransportError("metadata service. Status: 404 Response:\nno")), Denied),
+        (_of_gcsfs(RefreshError("internal_failure", retryable=True)), Unavailable),
+        (_of_gcsfs(RefreshError("invalid_grant: Token has been revoked")), Denied),
+        (_of_gcsfs(RefreshError("Unable to acquire credentials", '{"error": {"code": 503}}')), Unavailable),
+        (_of_gcsfs(ConnectionRefusedError(111, "Connection refused")), Unavailable),
+        (CredentialRetrievalError(provider="iam-role", error_msg="Credential refresh failed, no: token"), Unavailable),
+        (CredentialRetrievalError(provider="custom-process", error_msg="Credential refresh failed, no: token"), Denied),
+    ],
+)
+def test_a_failed_renewal(error: Exception, kind: type[StoreError]) -> None:
+    class Source:
+        def maybe_refresh(self) -> None:
+            raise error
+
+    assert type(translate(error, "get gs://b/r/a", "b", Redactor({}, {}))) is kind
+    with pytest.raises(UnauthenticatedError) as caught:
+        obstore.head(GCSStore("b", credential_provider=GcsfsCredentials(Source())), "a")
+    assert type(translate(caught.value, "get gs://b/r/a", "b", Redactor({}, {}))) is kind
 
 
 class ClientError(Exception):
