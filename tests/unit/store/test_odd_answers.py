@@ -150,6 +150,8 @@ def test_an_answer_that_states_no_object_is_a_failed_upload(
         ("s3://b/r", None, 3, True),
         ("s3://b/r", None, 4, False),
         ("gs://b/r", {"name": "r/a", "generation": "1"}, 4, True),
+        ("gs://b/r", {"generation": "1", "size": "3"}, 3, True),
+        ("gs://b/r", {"generation": "1", "size": "3"}, 4, False),
         ("gs://b/r", {"name": "r/a"}, 3, False),
         ("gs://b/r", "https://h/upload/storage/v1/b/b/o?upload_id=1", 3, True),
         ("gs://b/r", "https://h/upload/storage/v1/b/b/o?upload_id=1", 4, False),
