@@ -29,7 +29,7 @@ from hsx_dist.store.faults import Redactor, after_renewal, expired, past_the_end
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.obstore_connection import Connection, NotTranslated
 from hsx_dist.store.obstore_options import connect
-from hsx_dist.store.pages import continues, in_order, name_below, put_in_order, require_listing
+from hsx_dist.store.pages import continues, in_order, name_below, put_in_order, require_listing, without_markers
 
 if TYPE_CHECKING:
     from hsx_dist.store.fsspec import FsspecStore
@@ -147,7 +147,9 @@ class ObstoreStore:
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         where = f"list {self.url}/{prefix}"
-        for info in (in_order if self._connection.sorts else put_in_order)(self._entries(prefix, after), where):
+        by_name = self._connection.sorts
+        found = without_markers(self._entries(prefix, after), self._is_marker, by_name=by_name)
+        for info in (in_order if by_name else put_in_order)(found, where):
             if info.name.startswith(prefix) and (after is None or info.name > after):
                 yield info
 
@@ -255,9 +257,7 @@ class ObstoreStore:
                     path = str(entry["path"])
                     if path == folder:
                         continue  # the folder's own marker
-                    info = ObjectInfo(name_below(self._root, path, where), int(entry["size"]))
-                    if info.size or not self._is_marker(info.name):
-                        yield info
+                    yield ObjectInfo(name_below(self._root, path, where), int(entry["size"]))
             if not self._continues_after(prefix, count, last):
                 return
             if again and count == before:

@@ -13,9 +13,11 @@ import pytest
 
 from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.store import Store, open_store
+from hsx_dist.store.base import ObjectInfo
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.store.opening import Backend
+from hsx_dist.store.pages import in_order, put_in_order, without_markers
 
 
 class Bucket(BaseHTTPRequestHandler):
@@ -112,6 +114,30 @@ def test_folder_markers_are_no_objects(
         monkeypatch.setattr(FsspecStore, "_sorts", lambda _: sorts)
     assert [info.name for info in store.list()] == ["none", "user-1", "user/x"]
     assert [info.name for info in store.list("user/")] == ["user/x"]
+
+
+@pytest.mark.parametrize("sorts", [True, False])
+@pytest.mark.parametrize("size", [0, 1])
+def test_an_object_beside_a_folder_marker_is_listed(options: dict[str, str], sorts: bool, size: int) -> None:
+    Bucket.keys.update({"m/k": bytes(size), "m/k-2": b"1", "m/k/": b"", "m/l/": b""})
+    store = ObstoreStore("s3://b/m", options)
+    store._connection = replace(store._connection, sorts=sorts)
+    assert list(store.list()) == [ObjectInfo("k", size), ObjectInfo("k-2", 1)]
+    assert list(store.list("k")) == list(store.list())
+
+
+@pytest.mark.parametrize("names", [["k", "k-2", "k"], ["k", "k", "k-2"]])
+def test_a_marker_before_its_object_and_a_repeated_page(names: list[str]) -> None:
+    """A store that lists in any order may list the marker first. A page of empty objects may come again and again."""
+    listed = [ObjectInfo(name, n) for n, name in enumerate(names)]
+    assert put_in_order(without_markers(listed, lambda _: False, by_name=False), "list") == [
+        ObjectInfo("k", names.index("k", 1)),
+        ObjectInfo("k-2", names.index("k-2")),
+    ]
+    for by_name, order in ((True, in_order), (False, put_in_order)):
+        again = (ObjectInfo(name, 0) for name in names * 3)
+        with pytest.raises(StoreError, match="the store repeats a page"):
+            list(order(without_markers(again, lambda _: False, by_name=by_name), "list"))
 
 
 def test_a_key_that_obstore_cannot_list_is_named_with_a_remedy(options: dict[str, str]) -> None:
