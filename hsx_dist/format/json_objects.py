@@ -11,7 +11,7 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any
 
-from hsx_dist.errors import AlreadyExists, FormatError, IntegrityError, NotFound
+from hsx_dist.errors import AlreadyExists, FormatError, IntegrityError, NotFound, Unavailable
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.store.base import Store
 from hsx_dist.text import head
@@ -181,6 +181,22 @@ def read_json(store: Store, name: str) -> dict[str, Any]:
         IntegrityError: it has a checksum that does not match.
     """
     return _checked(get_small(store, name, MAX_JSON_BYTES), f"{store.url}/{name}")
+
+
+def holds_json(store: Store, name: str) -> bool:
+    """Whether the JSON object ``name`` exists, even if it is damaged. The page of a gateway answers a HEAD like any
+    object, so this reads the object.
+
+    Raises:
+        Unavailable: the answer does not begin like a JSON object.
+    """
+    try:
+        found = get_small(store, name, MAX_JSON_BYTES)
+    except NotFound:
+        return False
+    if not found.startswith(b"{"):
+        raise Unavailable(f"{store.url}/{name}: expected a JSON object, got other bytes. Check that the store answers")
+    return True
 
 
 def find_json(store: Store, name: str, checks: Mapping[str, MemberCheck]) -> dict[str, Any] | None:

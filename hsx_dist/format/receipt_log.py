@@ -22,7 +22,7 @@ from functools import partial
 from hsx_dist.errors import AlreadyExists, Fenced, FormatError, HsxError, IntegrityError, ObjectsMissing
 from hsx_dist.format.byte_budget import ByteBudget
 from hsx_dist.format.description import MAX_HEADER_BYTES
-from hsx_dist.format.json_objects import get_small
+from hsx_dist.format.json_objects import get_small, holds_json
 from hsx_dist.format.names import LARGEST_NUMBER, closed_name, parse_part_name, parse_receipt_name, receipt_name
 from hsx_dist.format.presence import exists
 from hsx_dist.format.receipt import Receipt
@@ -88,7 +88,7 @@ class ReceiptLog:
 
 def is_closed(store: Store, attempt: int) -> bool:
     """Whether the attempt is closed, so that its writers must not store anything more."""
-    return exists(store, closed_name(attempt))
+    return holds_json(store, closed_name(attempt))
 
 
 def list_logs(store: Store) -> dict[Log, int]:

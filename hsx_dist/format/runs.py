@@ -16,6 +16,7 @@ from hsx_dist.format.json_objects import (
     anything,
     dump_json,
     find_json,
+    holds_json,
     members,
     number,
     object_of,
@@ -38,7 +39,7 @@ from hsx_dist.format.names import (
     receipt_name,
 )
 from hsx_dist.format.place import RunFolder
-from hsx_dist.format.presence import exists, unlisted
+from hsx_dist.format.presence import unlisted
 from hsx_dist.format.receipt_log import Log, LogReader, list_logs, read_entry, seal_logs
 from hsx_dist.store import Store
 
@@ -151,7 +152,7 @@ def refuse_version_1(store: Store, attempt: int) -> None:
 
 def version_1_refuses(store: Store, attempt: int) -> bool:
     """Whether ``refuse_version_1`` was called in ``attempt``, which this version or a later one then took."""
-    return exists(store, receipt_name(attempt, _VERSION_2, 1))
+    return holds_json(store, receipt_name(attempt, _VERSION_2, 1))
 
 
 def close_attempt(store: Store, attempt: int) -> list[Log]:
@@ -211,7 +212,7 @@ def read_completion(store: Store) -> tuple[dict[str, Any] | None, bool]:
 
 def is_fenced(store: Store, attempt: int) -> bool:
     """Whether a newer attempt was taken. Attempts have no gaps, so one request is enough."""
-    return exists(store, attempt_name(attempt + 1))
+    return holds_json(store, attempt_name(attempt + 1))
 
 
 def beat(store: Store, attempt: int, value: int, state: str, progress: Mapping[str, Any] | None = None) -> None:

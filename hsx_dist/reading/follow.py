@@ -12,7 +12,7 @@ from typing import Any
 from hsx_dist.errors import ConfigError, FormatError, NotFound, RunStalled
 from hsx_dist.format.json_objects import count, list_of, or_null, text
 from hsx_dist.format.manifest import Manifest, Receipt, SampleRecord
-from hsx_dist.format.names import attempt_name, parse_receipt_name, receipt_name
+from hsx_dist.format.names import parse_receipt_name, receipt_name
 from hsx_dist.format.place import Place
 from hsx_dist.format.receipt_log import read_entry
 from hsx_dist.format.runs import is_fenced, newest_attempt, read_complete, read_heartbeat, receipts_after
@@ -332,11 +332,8 @@ class Follower:
 
     def _check_alive(self) -> None:
         attempt = self._newest
-        try:
-            self._store.head(attempt_name(attempt + 1))
+        if is_fenced(self._store, attempt):
             self._newest = attempt = attempt + 1
-        except NotFound:
-            pass
         beat = read_heartbeat(self._store, attempt) if attempt else None
         heart = (attempt, None if beat is None else beat.get("value"))
         if heart != self._heart:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from hsx_dist.format.json_objects import holds_json
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.names import parse_part_name
 from hsx_dist.format.presence import exists, unlisted
@@ -53,7 +54,7 @@ def is_removed(store: Store, part: str, version: int) -> bool:
     """
     if version == 1:
         return part in _removals(store, version, store.list(marks_folder(part)))
-    return exists(store, removal_mark(part))
+    return holds_json(store, removal_mark(part))
 
 
 def removed_parts(store: Store, version: int) -> set[str]:

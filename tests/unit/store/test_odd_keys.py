@@ -118,7 +118,7 @@ def test_folder_markers_are_no_objects(
 
 @pytest.mark.parametrize("sorts", [True, False])
 @pytest.mark.parametrize("size", [0, 1])
-def test_an_object_beside_a_folder_marker_is_listed(options: dict[str, str], sorts: bool, size: int) -> None:
+def test_an_object_with_the_name_of_a_folder_marker_is_listed(options: dict[str, str], sorts: bool, size: int) -> None:
     Bucket.keys.update({"m/k": bytes(size), "m/k-2": b"1", "m/k/": b"", "m/l/": b""})
     store = ObstoreStore("s3://b/m", options)
     store._connection = replace(store._connection, sorts=sorts)
