@@ -16,6 +16,9 @@ from hsx_dist.text import bounded, printable_lines, redacted
 #: Limit of the shown characters of one argument.
 MAX_ARGUMENT = 2000
 
+#: Names of this package's loggers.
+OWN: set[str] = set()
+
 _formatter = logging.Formatter()
 
 
@@ -52,22 +55,37 @@ def shown_traceback(raised: Any) -> str:
     return printable_lines(redacted(_formatter.formatException(raised)))
 
 
+def hide_exception(record: logging.LogRecord) -> None:
+    """Replace a record's exception and stack by redacted text.
+
+    Formatters print ``exc_text`` in place of the exception. Handlers that send records elsewhere read the exception.
+    """
+    raised, record.exc_info = record.exc_info, None
+    if record.exc_text:
+        record.exc_text = redacted(record.exc_text)
+    elif isinstance(raised, tuple):  # a library may give another value to ``makeRecord``
+        record.exc_text = shown_traceback(raised)
+    if record.stack_info:
+        record.stack_info = printable_lines(redacted(record.stack_info))
+
+
 def _escaped(value: Any) -> Any:
     return value if value is None or isinstance(value, (int, float)) else _Escaped(value)
 
 
 class Escaping(logging.Filter):
-    """Makes a record's arguments and traceback printable, and redacts them. Removes no records."""
+    """Makes a record's message, arguments and traceback printable, and redacts them. Removes no records.
+
+    A message with arguments is a template of this package: redacted, it might lose a ``%s``.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg = printable_lines(record.msg)
+        record.msg = printable_lines(record.msg if record.args else redacted(str(record.msg)))
         if isinstance(record.args, Mapping):
             record.args = {name: _escaped(value) for name, value in record.args.items()}
         elif record.args:
             record.args = tuple(map(_escaped, record.args))
-        if record.exc_info and not record.exc_text:
-            # Formatters use this text instead of the exception, if it is set.
-            record.exc_text = shown_traceback(record.exc_info)
+        hide_exception(record)
         return True
 
 
@@ -78,4 +96,5 @@ def get_logger(name: str) -> logging.Logger:
     """Return the logger of a module of this package. A plain ``logging.getLogger`` would not escape clients' text."""
     log = logging.getLogger(name)
     log.addFilter(_escaping)  # adds it only once
+    OWN.add(name)
     return log

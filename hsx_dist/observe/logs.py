@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from hsx_dist.config.redaction import redact_text
-from hsx_dist.logger import shown_traceback
+from hsx_dist.logger import OWN, hide_exception, shown_traceback
 from hsx_dist.text import ascii_json, printable_lines
 
 #: Names of a line's subjects, in the order in which they are shown.
@@ -27,6 +27,8 @@ FIELDS = ("run", "attempt", "replica", "rank", "writer", "key", "row", "part")
 OFTEN = 10
 #: Length of a window in seconds. Lines beyond the limit are only counted.
 WINDOW_S = 60.0
+#: Characters of an unformatted message that are compared.
+_TEMPLATE = 200
 #: Environment variable that child processes inherit from a process that redacts its records.
 _REDACTS = "HSX_REDACTS_RECORDS"
 
@@ -69,7 +71,7 @@ class NotSoOften(logging.Filter):
         self._seen: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        kind = record.name, str(record.msg)[:200]
+        kind = record.name, str(getattr(record, "_template", record.msg))[:_TEMPLATE]
         with self._lock:
             now = self._clock()
             since, count = self._seen.get(kind, (now, 0))
@@ -114,7 +116,7 @@ def configure_logging(level: int, **context: str) -> None:
 
 
 class _Redacted(logging.LogRecord):
-    """A record that every handler shows redacted, also a library's own handler."""
+    """A record whose message is redacted again: a handler may have set another one."""
 
     def getMessage(self) -> str:  # noqa: N802 - logging's name
         return redact_text(super().getMessage())
@@ -122,7 +124,7 @@ class _Redacted(logging.LogRecord):
 
 @cache
 def redact_records() -> None:
-    """Redact the messages and tracebacks of all log records of this process. Only for processes of this package.
+    """Redact the messages, tracebacks and stacks of all log records of this process. Only for this package's processes.
 
     Also redacts those of vLLM's processes that this process starts (``redact_like_parent``).
     """
@@ -131,18 +133,29 @@ def redact_records() -> None:
 
     def redacted(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = factory(*args, **kwargs)
-        if type(record) is logging.LogRecord:
-            record.__class__ = _Redacted  # not a copy: vLLM's and Ray's factories add fields
-        elif type(record).getMessage is logging.LogRecord.getMessage:
-            # A library's class keeps its type. Wrong arguments are left for the handlers, which report them.
+        if record.name not in OWN:  # their filter redacts, and needs the arguments
+            # ``NotSoOften`` compares unformatted texts. A text of a caller may have a credential, a hash has none.
             with suppress(Exception):
-                record.msg, record.args = redact_text(record.getMessage()), None
-        if record.exc_info and not record.exc_text:
-            # Formatters use this text instead of the exception.
-            record.exc_text = shown_traceback(record.exc_info)
+                record._template = hash(str(record.msg)[:_TEMPLATE])
+            # Libraries' handlers read these fields, not only ``getMessage``.
+            record.msg, record.args = _message(record), None
+            hide_exception(record)
+        # Not a copy: vLLM's and Ray's factories add fields. A library's class keeps its type, but its own method would
+        # format the message again.
+        if type(record) is logging.LogRecord or type(record).getMessage is not logging.LogRecord.getMessage:
+            with suppress(TypeError):  # a class with slots
+                record.__class__ = _Redacted
         return record
 
     logging.setLogRecordFactory(redacted)
+
+
+def _message(record: logging.LogRecord) -> str:
+    """Return the redacted message of a record, also if its arguments are wrong."""
+    for text in (record.getMessage, lambda: f"{record.msg!r} with wrong arguments {record.args!r}"):
+        with suppress(Exception):  # any code of an argument
+            return redact_text(text())
+    return "a message that cannot be formatted"
 
 
 def redact_like_parent() -> None:

@@ -144,6 +144,88 @@ logging.getLogger("plain").handle(record)
     assert "ValueError: https://h/x" in shown
 
 
+SEEN = """
+class Fields(logging.Handler):
+    def emit(self, record):
+        print(vars(record), type(record).__name__)
+        print(logging.Formatter().format(record))
+def raised():
+    try:
+        raise ValueError(f"no answer of {url}")
+    except ValueError:
+        return sys.exc_info()
+from hsx_dist.logger import get_logger
+own, library = get_logger("hsx_dist.x"), logging.getLogger("library")
+for log in (own, library):
+    log.addHandler(Fields())
+    log.propagate = False
+"""
+
+
+@pytest.mark.parametrize("log", ["own", "library"])
+def test_no_field_of_a_record_has_the_exception_or_a_raw_text(log: str) -> None:
+    """Handlers that send records to a service, and JSON formatters, read the fields."""
+    program = f"""{SEEN}
+{log}.error("%s is gone, %d", url, 7, exc_info=raised())
+{log}.error("%(place)s is gone, too", {{"place": url}})
+{log}.error(f"no %s in {{url}}")
+record = {log}.makeRecord({log}.name, 40, "f", 1, "a stack", (), None, sinfo=f"Stack of {{url}}")
+{log}.handle(record)
+"""
+    shown = output(program, "INFO", f"https://u:{SECRET}@h/x")
+    assert SECRET not in shown
+    assert shown.count("'exc_info': None") == 4
+    assert "\nhttps://h/x is gone, 7\nTraceback" in shown
+    assert "ValueError: no answer of https://h/x" in shown
+    assert "\nhttps://h/x is gone, too\n" in shown
+    assert "\nno %s in https://h/x\n" in shown
+    assert "\nStack of https://h/x" in shown
+
+
+def test_a_record_with_wrong_arguments_is_shown_redacted() -> None:
+    program = f"""{SEEN}
+class Broken:
+    def __repr__(self):
+        raise RuntimeError(url)
+for log in (own, library):
+    log.addHandler(logging.StreamHandler())
+library.error("status %d", url)
+library.error("of %s", Broken())
+library.makeRecord("library", 40, "f", 1, "exc_info must be a tuple", (), True)
+own.removeHandler(own.handlers[0])
+own.error("status %d", url)
+"""
+    shown = output(program, "INFO", f"https://u:{SECRET}@h/x")
+    assert SECRET not in shown
+    assert "'status %d' with wrong arguments ('https://h/x',)" in shown
+    assert "a message that cannot be formatted" in shown
+    assert "Arguments: ('https://h/x',)" in shown  # logging reports an error of this package
+
+
+def test_records_of_a_class_with_its_own_message_are_redacted() -> None:
+    program = f"""
+class Braces(logging.LogRecord):
+    def getMessage(self):
+        return str(self.msg).format(*self.args)
+logging.setLogRecordFactory(Braces)
+redact_records.cache_clear()
+redact_records()
+{SEEN}
+library.error("{{}} is {{}}", url, "{{gone}}")
+"""
+    shown = output(program, "INFO", f"https://u:{SECRET}@h/x")
+    assert SECRET not in shown
+    assert "\nhttps://h/x is {gone}\n" in shown
+
+
+def test_lines_of_one_template_are_counted_together() -> None:
+    program = """
+for i in range(1000):
+    logging.getLogger("library").warning("try %d", i)
+"""
+    assert output(program, "INFO").count("try") == 10
+
+
 def test_processes_of_the_engine_redact_too() -> None:
     program = """
 import os, subprocess
