@@ -12,7 +12,7 @@ import ray
 
 from hsx_dist import errors
 from hsx_dist.config.redaction import redact_text
-from hsx_dist.errors import HsxError
+from hsx_dist.errors import HsxError, is_error
 from hsx_dist.logger import get_logger
 from hsx_dist.new_process import begin_process
 
@@ -59,7 +59,9 @@ def redacted_errors() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as e:
+    except BaseException as e:
+        if not is_error(e):
+            raise
         log.warning("an error ends a call of Ray", exc_info=True)
         named = "" if isinstance(e, HsxError) else f"{type(e).__name__}: "
         kind = next((c for c in type(e).__mro__ if c.__module__ == errors.__name__), HsxError)

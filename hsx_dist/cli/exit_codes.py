@@ -13,7 +13,17 @@ from typing import Any
 import typer
 
 from hsx_dist.config.redaction import redact_text
-from hsx_dist.errors import ConfigError, Denied, HsxError, InputError, NotFound, RunError, RunMismatch, SampleNotFound
+from hsx_dist.errors import (
+    ConfigError,
+    Denied,
+    HsxError,
+    InputError,
+    NotFound,
+    RunError,
+    RunMismatch,
+    SampleNotFound,
+    is_error,
+)
 from hsx_dist.new_process import begin_process
 from hsx_dist.observe.console import say, say_lines
 from hsx_dist.observe.logs import configure_logging
@@ -57,7 +67,9 @@ def run_app(app: typer.Typer, args: Sequence[str] | None, name: str) -> None:
             say_lines(redact_text(traceback.format_exc()), to=sys.stderr)
         say_lines(f"{name}: {redact_text(str(e))}", to=sys.stderr)
         sys.exit(exit_status(e))
-    except Exception as e:  # noqa: BLE001 (the outermost frame: report a bug of hsx_dist, then exit)
+    except BaseException as e:  # the outermost frame: report a bug of hsx_dist, or a library's panic, then exit
+        if not is_error(e):
+            raise
         say_lines(redact_text(traceback.format_exc()), to=sys.stderr)
         say(
             f"{name}: this should not happen ({type(e).__name__}): please report it with the lines above",

@@ -30,6 +30,10 @@ SECRET = "hunter2NotToBeSeen9"
 URL = f"https://user:{SECRET}@h/x"
 
 
+class PanicException(BaseException):
+    """The class of a panic in a library's Rust code."""
+
+
 class Unpicklable(HsxError):
     """An error of another package. Its constructor takes two arguments."""
 
@@ -48,7 +52,7 @@ def restored_factory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.setLogRecordFactory(before)
 
 
-def fail(error: Exception) -> None:
+def fail(error: BaseException) -> None:
     try:
         raise OSError(f"401 for {URL}")
     except OSError as e:
@@ -56,16 +60,16 @@ def fail(error: Exception) -> None:
 
 
 class Actor:
-    def __init__(self, error: Exception):
+    def __init__(self, error: BaseException):
         fail(error)
 
-    def run(self, error: Exception) -> None:
+    def run(self, error: BaseException) -> None:
         fail(error)
 
     def _help(self) -> None: ...
 
 
-CALLS: list[Callable[[Exception], None]] = [
+CALLS: list[Callable[[BaseException], None]] = [
     guarded(fail),
     guarded(Actor),
     lambda error: guarded(Actor).run(None, error),
@@ -82,11 +86,12 @@ CALLS: list[Callable[[Exception], None]] = [
         (TooLong(f"row of {URL}"), InputError, "row of https://h/x"),
         (Unpicklable(URL, 5), HsxError, "('https://h/x', 5)"),
         (KeyError(URL), HsxError, "KeyError: 'https://h/x'"),
+        (PanicException(URL), HsxError, "PanicException: https://h/x"),
         (OSError(5, f"no {URL}"), HsxError, "OSError: [Errno 5] no https://h/x"),
     ],
 )
 def test_an_error_reaches_ray_without_credentials_and_causes(
-    call: Callable[[Exception], None], error: Exception, kind: type[Exception], text: str
+    call: Callable[[BaseException], None], error: BaseException, kind: type[Exception], text: str
 ) -> None:
     with pytest.raises(HsxError) as caught:
         call(error)

@@ -64,3 +64,22 @@ def test_a_command_ends_with_its_status(raised: BaseException | None, status: in
     with pytest.raises(SystemExit) as e:
         run_app(app, [], "hsx")
     assert e.value.code == status
+
+
+class PanicException(BaseException):
+    """The class of a panic in a library's Rust code."""
+
+
+def test_a_panic_ends_a_command_without_credentials(capsys: pytest.CaptureFixture[str]) -> None:
+    app = typer.Typer()
+
+    @app.command()
+    def fail() -> None:
+        raise PanicException(f"no answer of {LINK}")
+
+    with pytest.raises(SystemExit) as e:
+        run_app(app, [], "hsx")
+    shown = capsys.readouterr().err
+    assert e.value.code == 1
+    assert "SECRET" not in shown
+    assert "PanicException: no answer of https://h/x" in shown
