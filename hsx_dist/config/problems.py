@@ -89,7 +89,7 @@ def _shown_value(value: object, loc: tuple[str, ...], hidden: Collection[str]) -
         or is_address(str(value))
     ):
         return f"a {type(value).__name__} that is not shown here"
-    text = repr(value)
+    text = redact_text(repr(value))  # before the cut: half a credential is not recognized
     return text if len(text) <= 80 else text[:77] + "…"
 
 

@@ -14,6 +14,7 @@ from hsx_dist.format.description import MAX_HEADER_BYTES
 from hsx_dist.format.manifest import Receipt
 from hsx_dist.format.receipt_log import receipts_up_to
 from hsx_dist.store import Store
+from hsx_dist.text import head
 
 #: The largest compacted manifest that is read.
 MAX_COMPACTED_BYTES = 4 << 30
@@ -80,8 +81,8 @@ def _lines(store: Store, about: Mapping[str, Any], where: str) -> Iterator[Recei
     found = crc32c_hex(crc32c(packed))
     if len(packed) != about["size"] or found != about.get("crc32c"):
         raise IntegrityError(
-            f"{where}: expected {about['size']} bytes with crc32c {str(about.get('crc32c'))[:40]}, got {len(packed)} "
-            f"with {found}. {_INSTEAD}"
+            f"{where}: expected {about['size']} bytes with crc32c {head(str(about.get('crc32c')), 40)}, got "
+            f"{len(packed)} with {found}. {_INSTEAD}"
         )
     number, last = 0, (0, "", 0)
     try:

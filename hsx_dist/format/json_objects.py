@@ -149,7 +149,7 @@ def shown(value: Any) -> str:
     """A JSON value for an error message, shortened to 80 characters."""
     if isinstance(value, dict | list | tuple):  # not printed: it may be large or deep
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
-    return repr(head(value, 80))[:80] if isinstance(value, str) else str(value)[:80]
+    return repr(head(value, 80))[:80] if isinstance(value, str) else head(str(value), 80)
 
 
 def get_small(store: Store, name: str, most: int, size: int | None = None) -> bytes:

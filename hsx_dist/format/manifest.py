@@ -408,7 +408,7 @@ MOST_CONFLICTS, _SHOWN = 1000, 200
 
 def _some(names: set[str]) -> str:
     """The first part names, shortened, and the number of the others."""
-    first = [name[:_SHOWN] for name in heapq.nsmallest(4, names)]
+    first = [head(name, _SHOWN) for name in heapq.nsmallest(4, names)]
     return ", ".join(first if len(names) <= 4 else [*first, f"{len(names) - 4} more"])
 
 

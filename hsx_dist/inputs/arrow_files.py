@@ -14,6 +14,7 @@ from typing import Any
 from uuid import UUID
 
 from hsx_dist.errors import FormatError
+from hsx_dist.text import head
 
 _NAME = b"ARROW:extension:name"
 #: Extension types that Arrow registers itself.
@@ -103,7 +104,7 @@ def check_fields(schema: Any, columns: Iterable[str]) -> None:
         if (field.metadata or {}).get(_NAME) == b"arrow.json":
             raise _unsupported(name, "Arrow's type arrow.json")
         if not _is_supported(field.type):
-            raise _unsupported(name, f"the type {str(field.type)[:80]}")
+            raise _unsupported(name, f"the type {head(str(field.type), 80)}")
         inner = _fields(field.type)
         types += len(inner)
         names += sum(len(f.name) for f in inner)

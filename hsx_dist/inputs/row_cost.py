@@ -9,6 +9,7 @@ import numpy as np
 
 from hsx_dist.errors import FormatError
 from hsx_dist.format.json_objects import count_members
+from hsx_dist.text import head
 
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -170,7 +171,7 @@ def _cost_of_references(values: Any, at: _Numbers, most: int) -> int:
     if types.is_dictionary(kind):
         places = _buffer(values.indices, 1, kind.index_type.to_pandas_dtype())[at]
         return _cost(values.dictionary, places.astype(np.int64), np.ones(len(at), np.int64), most)
-    raise FormatError(f"expected columns of a type that has Python values, got {str(kind)[:80]}. Cast the column")
+    raise FormatError(f"expected columns of a type that has Python values, got {head(str(kind), 80)}. Cast the column")
 
 
 def _name_cost(name: str) -> int:

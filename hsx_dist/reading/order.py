@@ -29,6 +29,7 @@ from hsx_dist.format.json_objects import (
     text,
 )
 from hsx_dist.format.place import Place
+from hsx_dist.text import head
 
 _VERSION = "hsx-dataset/1"
 #: ``format`` of a ``MixedDataset``'s state.
@@ -140,7 +141,7 @@ def require_run(state: Mapping[str, Any], place: Place, holds: Callable[[], bool
         taken = (
             "a run of version 1 that has the samples and receipts it names"
             if run_id is None
-            else f"run {str(run_id)[:40]}"
+            else f"run {head(str(run_id), 40)}"
         )
         raise RunMismatch(
             f"state: expected {taken}, from which it was taken, got run {place.id} at {place.root.url}. Open that run, "
@@ -194,7 +195,7 @@ def restore(
     check_state(state, _MEMBERS, required=("epoch", "history", "shards", "shard", "taken"))
     if any(len(dealt) != 2 or not 0 < dealt[0] == len(dealt[1]) for dealt in state["history"]):
         raise ConfigError(
-            f"state: expected a history of shards and the samples that each took, got {str(state['history'])[:80]}"
+            f"state: expected a history of shards and the samples that each took, got {head(str(state['history']), 80)}"
         )
     history = _divisions(state["history"])
     left = samples

@@ -19,6 +19,7 @@ from hsx_dist.serving.asgi_calls import timely, while_connected
 from hsx_dist.serving.refusals import Refusal, bad_request, refusal_of
 from hsx_dist.serving.sample_source import SampleSource
 from hsx_dist.serving.states_file import Range, StatesFile
+from hsx_dist.text import head
 
 #: Seconds that one request may wait for its sample.
 MAX_WAIT = 300.0
@@ -147,7 +148,7 @@ def _wait(value: str | None) -> float:
     except ValueError:
         wait = math.nan
     if not 0 <= wait <= MAX_WAIT:
-        raise bad_request(f"wait: expected seconds from 0 to {MAX_WAIT:.0f}, got {str(value)[:80]!r}", "wait")
+        raise bad_request(f"wait: expected seconds from 0 to {MAX_WAIT:.0f}, got {head(str(value), 80)!r}", "wait")
     return wait
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from hsx_dist.config.redaction import redact_text
 from hsx_dist.errors import NotFound, StoreError
 
 #: Bytes that a back end can send without copying: C-contiguous, of any item type and shape.
@@ -165,7 +166,7 @@ def version_of(store: Store, name: str) -> str | None:
 def stated_size(value: object, where: str) -> int:
     """Return an object's size as a service states it. Raises ``StoreError`` if it states none, or no number."""
     if re.fullmatch("[0-9]{1,18}", str(value)) is None:
-        got = "none" if value is None else repr(value)[:50]
+        got = "none" if value is None else redact_text(repr(value))[:50]
         raise StoreError(f"{where}: expected the object's size, got {got}. Use a server that states it")
     return int(str(value))
 

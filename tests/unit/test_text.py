@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 import tracemalloc
 from fractions import Fraction
 from pathlib import Path
@@ -107,3 +108,21 @@ def test_all_printed_and_logged_text_is_escaped(path):
             assert not call.startswith(("sys.stdout.write", "sys.stderr.write")), f"{path}:{node.lineno}"
         if call == "logging.getLogger" and name not in MAY_LOG:
             assert ast.unparse(node) != "logging.getLogger(__name__)", f"{path}:{node.lineno}: use logger.get_logger"
+
+
+#: The text of an error or a value, and of a process, before redaction.
+RAW = re.compile(r"^(str|repr)\(|\bstderr\b|\bread_text\(")
+#: The log compares the beginnings of messages.
+MAY_CUT = {"observe/logs.py"}
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_a_text_is_redacted_before_it_is_cut(path):
+    if path.relative_to(PACKAGE).as_posix() in MAY_CUT:
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Subscript) or not isinstance(node.slice, ast.Slice):
+            continue
+        if "len(" not in ast.unparse(node.slice) and ast.unparse(node.slice) != "1:-1":  # without quotes
+            cut = ast.unparse(node.value)
+            assert not RAW.search(cut) or re.search(r"\b(head|redacted|redact_text)\(", cut), f"{path}:{node.lineno}"

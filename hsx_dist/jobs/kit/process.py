@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hsx_dist.text import redacted
+
 
 class StartFailed(RuntimeError):
     """A server did not start. The message has the end of its log."""
@@ -53,7 +55,7 @@ class Child:
             code = self.process.poll()
             if code is not None or time.monotonic() > end:
                 what = f"ended with status {code}" if code is not None else f"was not ready after {seconds:.0f} s"
-                tail = self.log.read_text(errors="replace")[-3000:]
+                tail = redacted(self.log.read_text(errors="replace"))[-3000:]
                 raise StartFailed(f"{self.process.args!r} {what}; its log ends:\n{tail}")
             time.sleep(0.05)
 
