@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from hsx_dist.config.checks import nearest
 from hsx_dist.config.redaction import redact_text
-from hsx_dist.config.secret_names import looks_secret
+from hsx_dist.config.secret_names import HIDDEN, looks_secret
 from hsx_dist.config.urls import has_credentials, is_address
 from hsx_dist.errors import ConfigError
 
@@ -21,13 +21,15 @@ _EXPECTED = {
 }
 #: Problems of a configuration that an error names. A line may name all settings.
 MOST_PROBLEMS = 20
+#: Length of the shortest value that is hidden within a text. Shorter ones, such as ``1``, are parts of other words.
+_SHORTEST_HIDDEN = 4
 _NEVER_SHOWN = frozenset({"storage_options", "env"})
 
 
 def config_error(error: ValidationError, model: type[BaseModel], *, hidden: Collection[str] = ()) -> ConfigError:
     """Return one error with a line per problem: ``field: expected …, got …. What to do``.
 
-    ``hidden``: values of ``${env:NAME}``, which no message may contain.
+    ``hidden``: values of ``${env:NAME}``. No message contains one of at least ``_SHORTEST_HIDDEN`` characters.
     """
     problems = error.errors()
     lines = [line for problem in problems[:MOST_PROBLEMS] for line in _lines(problem, model, hidden)]
@@ -50,6 +52,9 @@ def _lines(problem: Any, model: type[BaseModel], hidden: Collection[str]) -> Ite
         given, text = problem["input"], str(problem["ctx"]["error"])
         if isinstance(given, str) and (has_credentials(given) or is_address(given)):
             text = text.replace(repr(given), _shown_value(given, loc, hidden))
+        for value in sorted(hidden, key=len, reverse=True):  # one may be a part of another
+            if len(value) >= _SHORTEST_HIDDEN:
+                text = text.replace(repr(value)[1:-1], HIDDEN).replace(value, HIDDEN)
         for line in text.splitlines():
             # A check of several fields names each of them itself.
             yield line if line.partition(":")[0].partition(".")[0] in model.model_fields else f"{field}: {line}"

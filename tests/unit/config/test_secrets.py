@@ -109,6 +109,49 @@ def test_an_error_for_a_wrong_value_shows_no_credential(settings: dict[str, Any]
     assert SECRET not in str(e.value)
 
 
+@pytest.mark.parametrize("value", ["hunter2-correct-horse", "it's \\ a\nhorse"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"select": "${env:HSX_TEST_VALUE}"},
+        {"codec": "${env:HSX_TEST_VALUE}"},
+        {"deadline": "in ${env:HSX_TEST_VALUE}"},
+        {"layers": {"a": "${env:HSX_TEST_VALUE}"}},
+        {"engine_kwargs": {"pipeline_parallel_size": "${env:HSX_TEST_VALUE}"}},
+    ],
+)
+def test_a_value_of_the_environment_is_in_no_message(
+    settings: dict[str, Any], value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HSX_TEST_VALUE", value)
+    with pytest.raises(ConfigError, match=r"expected .*got .*\(not shown\)") as e:
+        load_config(None, model="m", output="o", **{"layers": 1, **settings})
+    assert "horse" not in str(e.value)
+
+
+def test_a_short_value_of_the_environment_hides_no_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HSX_TEST_VALUE", "2")
+    with pytest.raises(ConfigError, match="expected 1, got '2'; vLLM's"):
+        load_config(
+            None, model="m", output="o", layers=1, engine_kwargs={"pipeline_parallel_size": "${env:HSX_TEST_VALUE}"}
+        )
+
+
+@pytest.mark.parametrize("value", [SECRET.encode(), {SECRET}, frozenset({SECRET}), [(SECRET.encode(),)], Path(SECRET)])
+def test_a_value_of_any_type_under_a_secrets_name_is_hidden(value: Any) -> None:
+    config = load_config(None, model="m", output="o", layers=1, engine_kwargs={"hf_token": value, "x": {"pw": 1}})
+    assert SECRET not in repr(config)
+    assert hide_secrets({"password": None, "api_key": True}) == {"password": None, "api_key": True}
+
+
+def test_a_value_is_redacted_before_it_is_cut() -> None:
+    for before in range(80):
+        given = f"{'x' * before} Basic dXNlcjpwYXNzd29yZDEyMzQ1Ng=="
+        with pytest.raises(ConfigError, match="task_rows: expected") as e:
+            load_config(None, model="m", output="o", task_rows=given)
+        assert "dXNl" not in str(e.value)
+
+
 def test_a_credential_in_a_text_is_hidden() -> None:
     for text in (
         f"Authorization: Bearer {SECRET}",
