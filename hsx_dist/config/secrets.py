@@ -144,13 +144,14 @@ def compared_form(value: Any, *, within: bool = False) -> Any:
 def hide_secrets(value: Any, *, within: bool = False) -> Any:
     """Return a copy of nested settings in which names and values that look like credentials are hidden.
 
-    ``within``: the setting, or an enclosing one, has the name of a secret. All texts and numbers in it are hidden.
+    ``within``: the setting, or an enclosing one, has the name of a secret. All values in it are hidden, except
+    booleans and None.
     """
     if isinstance(value, Mapping):
         return with_shown_names((k, hide_secrets(v, within=secret)) for k, v, secret in _members(value, within))
     if isinstance(value, (list, tuple)):
         return [hide_secrets(v, within=within) for v in map(_as_member, value)]
-    if within and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+    if within and value is not None and not isinstance(value, bool):
         return HIDDEN
     if isinstance(value, str):
         shown = public_url(value)  # without characters that may split a credential
