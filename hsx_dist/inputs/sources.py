@@ -18,6 +18,7 @@ from fsspec.spec import AbstractBufferedFile
 from hsx_dist.config import InputConfig, is_local, public_url
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
+from hsx_dist.inputs.read_ahead import limit_read_ahead
 from hsx_dist.store.opening import ARCHIVE_SCHEMES, check_options
 from hsx_dist.store.web_answers import bounding_answers
 from hsx_dist.text import head
@@ -71,7 +72,7 @@ class Input:
         return getattr(_zip_file(self._fs), "start_dir", None)
 
     def open(self, path: str, *, compressed: bool) -> IO[bytes]:
-        """Open a file of a source for reading, decompressed according to its name if ``compressed``.
+        """Open a file of a source for reading, decompressed according to its name if ``compressed``: a file of lines.
 
         Raises:
             ConfigError: it cannot be opened. The message has no text of the back end, which may hold credentials.
@@ -86,6 +87,8 @@ class Input:
             file: Any = self._fs.open(path, "rb", compression="gzip" if compressed and ending == ".gz" else None)
             if own is not None:
                 return io.BufferedReader(DecompressedFile(file, own), _BUFFER)
+            if not compressed:
+                limit_read_ahead(file)
             # The readline of fsspec's own files takes no length, and a line may be larger than the memory. The readline
             # of Python's decompressing files is slow.
             lines = compressed and isinstance(file, AbstractBufferedFile | io.BufferedIOBase)
@@ -153,6 +156,8 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     _check_chain(config.path, shown)
     fs, path = fsspec.core.url_to_fs(config.path, **bounding_answers(config.path, config.storage_options))
     check_options(innermost(fs).storage_options)  # with those of fsspec's configuration
+    if _zip_file(fs) is not None:
+        limit_read_ahead(innermost(fs).fo)
     if isinstance(innermost(fs), LocalFileSystem) and not isinstance(fs, LocalFileSystem):
         # Checks of local files look for links and FIFOs, which a cache hides.
         raise ConfigError(

@@ -22,6 +22,7 @@ from hsx_dist.inputs.arrow_files import (
     with_uuids_as_text,
 )
 from hsx_dist.inputs.maps import Converters, converters
+from hsx_dist.inputs.read_ahead import fetched_bytes
 from hsx_dist.inputs.row_cost import cost_of_columns, referenced_bytes
 from hsx_dist.inputs.times import CHANGED_TIME, TimeChecks, rows_of_changed_times, time_checks
 from hsx_dist.text import bounded, head
@@ -36,8 +37,8 @@ _DECODED_BYTES = 64 << 20
 _LEAST_VALUE = 4
 #: Rows that a batch may have without bytes. Each further row must take at least a bit of one requested column.
 _FREE_ROWS = 1024
-#: How often Arrow may read the bytes of a file, and bytes beyond it. It reads the footer or the schema a few times, all
-#: other bytes at most once, unless the footer names them several times.
+#: How often Arrow may read or fetch the bytes of a file, and bytes beyond it. It reads the footer or the schema a few
+#: times, all other bytes at most once, unless the footer names them several times. Parts in order are fetched once.
 _MOST_READS, _FREE_READ = 4, 1 << 16
 
 
@@ -81,7 +82,7 @@ class StoreFile(io.RawIOBase):
             ) from None
         file.seek(0)
         self.size, self.stored = size, size if stored is None else min(size, stored)
-        self._left = _FREE_READ + _MOST_READS * size
+        self._read = 0
 
     def readable(self) -> bool:
         return True
@@ -104,11 +105,11 @@ class StoreFile(io.RawIOBase):
             raise
         except Exception as e:  # noqa: BLE001 (as in read_batches)
             raise StoreFailed(e) from None
-        self._left -= len(data)
-        if self._left < 0:
+        self._read += len(data)
+        if max(self._read, fetched_bytes(self._file)) > _FREE_READ + _MOST_READS * self.size:
             raise FormatError(
-                f"expected parts that do not overlap, got a file of {self.size} bytes that names the same bytes many "
-                "times. Write or copy the file again"
+                f"expected parts in order that do not overlap, got a file of {self.size} bytes that names the same "
+                "bytes many times, or jumps many times. Write the file again with its library"
             )
         return data
 

@@ -70,7 +70,7 @@ def test_a_footer_that_names_a_batch_many_times_is_refused(tmp_path: Path) -> No
     assert 0 < _BLOCK.unpack(first)[0] < 1000
     data[at : at + count * _BLOCK.size] = first * count
     path.write_bytes(data)
-    with pytest.raises(FormatError, match="expected parts that do not overlap"):
+    with pytest.raises(FormatError, match="expected parts in order that do not overlap"):
         _read(path)
 
 
