@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import posixpath
 import re
 from collections import Counter
@@ -130,7 +131,8 @@ def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
             if config.split is not None and config.split not in splits:
                 raise ConfigError(f"input.split: expected one of {', '.join(splits)}, got {config.split!r}. Choose one")
             wanted = splits if config.split is None else [config.split]
-            return [_saved(fs, _within(fs, folder, split), split) for split in wanted]
+            paths = _within(fs, folder, wanted)
+            return [_saved(fs, path, split) for path, split in zip(paths, wanted, strict=True)]
         _refuse_split(config)
         if _listed(fs, folder, _STATE):
             return [_saved(fs, folder, posixpath.basename(folder.rstrip("/")))]
@@ -274,7 +276,7 @@ def _saved(fs: Any, folder: str, label: str) -> InputSource:
             f"input.path: expected a saved data set that names its files, got an empty list in {public_url(folder)}. "
             "Save the data set again, or name its files yourself (a glob such as *.arrow)"
         )
-    return InputSource(label, tuple(_within(fs, folder, name) for name in names), "arrow")
+    return InputSource(label, tuple(_within(fs, folder, names)), "arrow")
 
 
 def _once(names: list[Any], folder: str) -> list[Any]:
@@ -288,24 +290,29 @@ def _once(names: list[Any], folder: str) -> list[Any]:
     return names
 
 
-def _within(fs: Any, folder: str, name: Any) -> str:
-    """Return the path of ``name``, which a saved data set gives to a file or split directly in ``folder``.
+def _within(fs: Any, folder: str, names: Sequence[Any]) -> list[str]:
+    """Return the paths of ``names``, which a saved data set gives to files or splits directly in ``folder``.
 
     Raises:
-        ConfigError: it is no such name, or a link that leads out of the folder.
+        ConfigError: one is no such name, or a link that leads out of the folder.
     """
-    path = f"{folder}/{name}"
-    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0?#%]|::", name):
-        raise ConfigError(
-            f"input.path: expected names of files in {public_url(folder)}, got {head(str(name), 200)!r} in the "
-            "saved data set's JSON. Save the data set again, or name its files yourself (a glob such as *.arrow)"
-        )
-    if isinstance(fs, LocalFileSystem) and Path(path).resolve().parent != Path(folder).resolve():
-        raise ConfigError(
-            f"input.path: expected {head(name, 200)!r} within {folder}, got a link to another folder. Copy the "
-            "data set with its files (cp -rL), or name them yourself (a glob such as *.arrow)"
-        )
-    return path
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0?#%]|::", name):
+            raise ConfigError(
+                f"input.path: expected names of files in {public_url(folder)}, got {head(str(name), 200)!r} in the "
+                "saved data set's JSON. Save the data set again, or name its files yourself (a glob such as *.arrow)"
+            )
+    paths = [f"{folder}/{name}" for name in names]
+    if isinstance(fs, LocalFileSystem):
+        real = Path(folder).resolve()  # once: it visits each folder above
+        for link in filter(os.path.islink, paths):
+            if Path(link).resolve().parent != real:
+                raise ConfigError(
+                    f"input.path: expected {head(posixpath.basename(link), 200)!r} within {folder}, got a link to "
+                    "another folder. Copy the data set with its files (cp -rL), or name them yourself (a glob such as "
+                    "*.arrow)"
+                )
+    return paths
 
 
 def _json(fs: Any, path: str) -> dict[str, Any]:

@@ -362,6 +362,20 @@ def test_a_saved_data_set_names_a_file(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_the_folder_of_a_saved_data_set_is_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resolution visits each folder above, and a small JSON text may have very many names."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    names = [f"{i}.arrow" for i in range(1000)]
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    resolved: list[Path] = []
+    resolve = Path.resolve
+    monkeypatch.setattr(Path, "resolve", lambda path: resolved.append(path) or resolve(path))
+    (source,) = find_input(InputConfig(path=str(folder))).sources
+    assert source.files == tuple(str(folder / name) for name in names)
+    assert len(resolved) < 10
+
+
 def test_an_input_without_files_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = InputConfig(path=str(lines(tmp_path / "a.jsonl", "a")))
     empty = replace(find_input(config), sources=())
