@@ -24,6 +24,8 @@ _READ = 1 << 17
 #: Limit of a file's window or dictionary in memory. ``xz -9`` needs 65 MiB, ``zstd --long`` 128 MiB.
 MAX_DICTIONARY_BYTES = 128 << 20
 _WINDOW_LOG = 27
+#: Memory of an xz decoder besides the dictionary. Its files state dictionaries as 96 or 128 MiB, and nothing between.
+_DECODER_BYTES = 1 << 20
 
 #: Errors of the decompressors for a damaged file.
 BROKEN: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, zstd.ZstdError)
@@ -37,7 +39,7 @@ def zstd_decompressor() -> _Decompressor:
 
 
 def xz_decompressor() -> _Decompressor:
-    return lzma.LZMADecompressor(memlimit=MAX_DICTIONARY_BYTES)
+    return lzma.LZMADecompressor(memlimit=MAX_DICTIONARY_BYTES + _DECODER_BYTES)
 
 
 #: Ending of a name → decompressor. fsspec decompresses ``.gz``, whose memory and expansion are bounded.

@@ -134,6 +134,18 @@ def test_an_xz_file_does_not_allocate_the_dictionary_that_it_claims(tmp_path: Pa
         _rows(path)
 
 
+@pytest.mark.parametrize(("mebibytes", "fits"), [(64, True), (128, True), (192, False)])
+def test_an_lzma_file_may_have_a_dictionary_of_the_limit(mebibytes: int, fits: bool) -> None:
+    packed = bytearray(lzma.compress(b"a\n", format=lzma.FORMAT_ALONE))
+    packed[1:5] = (mebibytes << 20).to_bytes(4, "little")
+    file = DecompressedFile(io.BytesIO(packed), DECOMPRESSORS[".lzma"])
+    if fits:
+        assert file.read() == b"a\n"
+    else:
+        with pytest.raises(lzma.LZMAError):
+            file.read()
+
+
 @pytest.mark.parametrize("ending", [".zst", ".xz"])
 def test_all_frames_are_read_in_pieces_of_any_size(ending: str) -> None:
     data = [b"a" * 100_000, b"", b"xyz" * 1000]
