@@ -91,20 +91,24 @@ def _whole_stream(file: io.RawIOBase, opened: Any) -> Iterator[Any]:
 
 
 def check_fields(schema: Any, columns: Iterable[str]) -> None:
-    """Raise FormatError if requested columns have too many types, a type without support, or ``arrow.json``.
+    """Raise FormatError if requested columns have too many types, a type without support, an unknown time zone, or
+    ``arrow.json``.
 
     Unions, list views and run-end encoded values have no support, because few bytes of them may stand for very many
     values, in ranges that overlap. Hugging Face's datasets call ``arrow.json`` ``Json``. Its storage is JSON text: the
     text ``plain`` would become the prompt ``"plain"``, with quotes.
     """
     todo = [(schema.field(name), name) for name in columns]
-    types, names = len(todo), 0
+    types, names, zones = len(todo), 0, set[str]()
     while todo and types <= _MOST_TYPES and names <= _MOST_NAMES:
         field, name = todo.pop()
         if (field.metadata or {}).get(_NAME) == b"arrow.json":
             raise _unsupported(name, "Arrow's type arrow.json")
         if not _is_supported(field.type):
             raise _unsupported(name, f"the type {head(str(field.type), 80)}")
+        if (zone := _zone(field.type)) and zone not in zones:
+            _check_zone(zone, name)
+            zones.add(zone)
         inner = _fields(field.type)
         types += len(inner)
         names += sum(len(f.name) for f in inner)
@@ -128,6 +132,27 @@ def _is_supported(kind: Any) -> bool:
         return flat and _is_supported(kind.value_type)
     views = types.is_list_view(kind) or types.is_large_list_view(kind)
     return not (views or types.is_union(kind) or types.is_run_end_encoded(kind))
+
+
+def _zone(kind: Any) -> str | None:
+    """Return the time zone of an Arrow type of timestamps, or of a dictionary of them. Else None."""
+    import pyarrow as pa
+
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return kind.tz if pa.types.is_timestamp(kind) else None
+
+
+def _check_zone(zone: str, name: str) -> None:
+    """Raise FormatError for a time zone that Arrow does not find. It would search the machine again for each value."""
+    import pyarrow as pa
+
+    try:
+        pa.scalar(0, pa.timestamp("us", zone)).as_py()
+    except (pa.ArrowException, LookupError, OSError, ValueError):
+        raise FormatError(
+            f"column {name}: expected a time zone of this machine or an offset such as +02:00, got {zone!r}. Cast the "
+            "column, for example to UTC, or install the Python package tzdata"
+        ) from None
 
 
 def _fields(kind: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import re
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,7 +24,7 @@ from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs.allowance import Allowance
-from hsx_dist.inputs.arrow_files import open_arrow
+from hsx_dist.inputs.arrow_files import check_fields, open_arrow
 from hsx_dist.inputs.rows import Row, read_rows
 from hsx_dist.inputs.tables import StoreFile, read_columns
 from tests.unit.growth import check_linear
@@ -472,6 +473,19 @@ def test_a_long_name_of_a_time_zone_is_refused(tmp_path: Path, place: str) -> No
         else:
             with pytest.raises(FormatError, match=r"column m: expected text, .*got the type .*nnn"):
                 _read_one(tmp_path / "in", {"m": pa.nulls(1, kind)})
+
+
+@pytest.mark.parametrize("zone", ["+02:00", "-07:30", "UTC", "Etc/GMT+1", "Europe/Berlin", "No/Zone", "+25:00"])
+def test_an_unknown_time_zone_is_refused_before_rows(zone: str) -> None:
+    """Arrow would search the machine for the zone again for each value."""
+    kind = pa.timestamp("ns", zone)
+    schema = pa.schema({"m": pa.list_(kind), "n": pa.dictionary(pa.int8(), kind), "other": pa.timestamp("s", "No")})
+    if zone not in ("No/Zone", "+25:00"):
+        check_fields(schema, ["m", "n"])
+        return
+    for name in ("m", "n"):
+        with pytest.raises(FormatError, match=rf"column {name}: expected a time zone .* got '{re.escape(zone)}'"):
+            check_fields(schema, [name])
 
 
 def test_an_error_of_a_type_in_others_names_only_the_column(tmp_path: Path) -> None:
