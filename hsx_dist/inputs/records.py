@@ -21,7 +21,8 @@ from hsx_dist.inputs.decompress import BROKEN
 from hsx_dist.inputs.lines import read_lines
 from hsx_dist.inputs.row_cost import most_cost
 from hsx_dist.inputs.sources import Input
-from hsx_dist.inputs.tables import BATCH_ROWS, StoreFile, read_columns
+from hsx_dist.inputs.store_file import StoreFile
+from hsx_dist.inputs.tables import BATCH_ROWS, read_columns
 
 #: Bytes of rows that end a batch before it has `BATCH_ROWS`.
 _BATCH_BYTES = 1 << 20

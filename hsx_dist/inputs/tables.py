@@ -6,10 +6,9 @@ read in a child process (``reader``) with limited memory.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from hsx_dist.errors import ConfigError, FormatError, HsxError, install_extra
 from hsx_dist.inputs.allowance import Allowance
@@ -22,8 +21,8 @@ from hsx_dist.inputs.arrow_files import (
     with_uuids_as_text,
 )
 from hsx_dist.inputs.maps import Converters, converters
-from hsx_dist.inputs.read_ahead import fetched_bytes
 from hsx_dist.inputs.row_cost import cost_of_columns, referenced_bytes
+from hsx_dist.inputs.store_file import StoreFailed, StoreFile
 from hsx_dist.inputs.times import CHANGED_TIME, TimeChecks, rows_of_changed_times, time_checks
 from hsx_dist.text import bounded, head
 
@@ -37,9 +36,6 @@ _DECODED_BYTES = 64 << 20
 _LEAST_VALUE = 4
 #: Rows that a batch may have without bytes. Each further row must take at least a bit of one requested column.
 _FREE_ROWS = 1024
-#: How often Arrow may read or fetch the bytes of a file, and bytes beyond it. It reads the footer or the schema a few
-#: times, all other bytes at most once, unless the footer names them several times. Parts in order are fetched once.
-_MOST_READS, _FREE_READ = 4, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,71 +43,6 @@ class Unreadable:
     """Replaces a row that cannot be read, in a file whose other rows can be read."""
 
     reason: str
-
-
-class StoreFailed(Exception):
-    """The file system raised ``error`` while Arrow read a file."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-class StoreFile(io.RawIOBase):
-    """A file that Arrow reads. Errors of the file system become ``StoreFailed``, so that they differ from Arrow's.
-
-    ``before_read``: called before Arrow reads bytes. What it raises ends the work on the file.
-    ``stored``: the file's bytes in the store, which are fewer than its own in a zip file. None: its own.
-
-    Raises:
-        ConfigError: the file has no size that the store knows, and is a stream. Arrow reads a file's end first.
-    """
-
-    def __init__(self, file: IO[bytes], shown: str, stored: int | None) -> None:
-        super().__init__()
-        self._file = file
-        self.before_read: Callable[[], None] | None = None
-        try:
-            size = file.seek(0, io.SEEK_END)
-        except (OSError, ValueError):
-            if stored is not None:
-                raise
-            raise ConfigError(
-                f"input.path: expected the size of {shown}, got none from its server. Use a server that sends "
-                "Content-Length, or copy the file to a folder"
-            ) from None
-        file.seek(0)
-        self.size, self.stored = size, size if stored is None else min(size, stored)
-        self._read = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def read(self, size: int = -1) -> bytes:  # type: ignore[override]
-        if self.before_read is not None:
-            self.before_read()
-        try:
-            data = self._file.read(size)
-        except MemoryError:
-            raise
-        except Exception as e:  # noqa: BLE001 (as in read_batches)
-            raise StoreFailed(e) from None
-        self._read += len(data)
-        if max(self._read, fetched_bytes(self._file)) > _FREE_READ + _MOST_READS * self.size:
-            raise FormatError(
-                f"expected parts in order that do not overlap, got a file of {self.size} bytes that names the same "
-                "bytes many times, or jumps many times. Write the file again with its library"
-            )
-        return data
 
 
 def require_pyarrow() -> None:
@@ -145,6 +76,7 @@ def read_columns(
     import pyarrow as pa
 
     reading: _Reading | None = None
+    file.skips = lambda size: allowance.take(decoded=size)
     try:
         batches = _parquet if form == "parquet" else _arrow
         for batch in batches(file, columns, needed, shown, allowance):

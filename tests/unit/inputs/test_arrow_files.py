@@ -26,7 +26,8 @@ from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs.allowance import Allowance
 from hsx_dist.inputs.arrow_files import check_fields, open_arrow
 from hsx_dist.inputs.rows import Row, read_rows
-from hsx_dist.inputs.tables import StoreFile, read_columns
+from hsx_dist.inputs.store_file import StoreFile
+from hsx_dist.inputs.tables import read_columns
 from tests.unit.growth import check_linear
 
 OWN = "hsx.test.unpickles"

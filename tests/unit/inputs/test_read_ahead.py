@@ -10,6 +10,7 @@ import threading
 import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -20,6 +21,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError
+from hsx_dist.inputs import allowance
 from hsx_dist.inputs.read_ahead import fetched_bytes, limit_read_ahead
 from hsx_dist.inputs.rows import read_rows
 
@@ -150,6 +152,23 @@ def test_a_jump_in_a_zip_file_fetches_few_bytes(server: _Server, jump: bool) -> 
     assert _read(f"zip://*.txt::{url}") == 20
     assert sum(server.sent) < len(out.getvalue())
     assert jump or len(server.sent) < 10
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_table_in_a_zip_file_does_not_make_it_decompress_again_without_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None, kind: int
+) -> None:
+    """Each seek to an earlier byte decompresses the member from its start."""
+    monkeypatch.setattr(allowance, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 5000 if kind == zipfile.ZIP_DEFLATED else 10)
+    for jump in (False, True):
+        with zipfile.ZipFile(tmp_path / "a.zip", "w", kind) as members:
+            members.writestr("a.arrow", _arrow(50, 1 << 20, 50, jump=jump))
+        if not jump:
+            assert _read(f"zip://a.arrow::{tmp_path}/a.zip") == 101
+            continue
+        with pytest.raises(FormatError, match="bytes for each stored byte of the input"):
+            _read(f"zip://a.arrow::{tmp_path}/a.zip")
 
 
 class _File(AbstractBufferedFile):  # type: ignore[misc]
