@@ -62,6 +62,7 @@ class Part:
         self.description, self._tensors = parse_header(body, size - self.header_bytes)
         self._store = store
         self._front = memoryview(front)
+        self._mended = False
         self._places = ChunkPlaces()
         self._where = f"{store.url.rstrip('/')}/{name}"
 
@@ -290,10 +291,13 @@ class Part:
     def _fetch(self, again: bool, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Byte ranges of the data. Those within ``front``, which was fetched with the header, need no request.
 
-        ``again``: fetch all ranges past all caches, also ``front``.
+        ``again``: fetch all ranges past all caches. Only the first time, replace ``front`` too, also in the caches.
         """
         front, shift = self._front, self.header_bytes
-        if again and any(b <= front.nbytes for _, b in ranges):
+        if again and self._mended:
+            front = front[:0]
+        elif again and any(b <= front.nbytes for _, b in ranges):
+            self._mended = True
             front = self._front = fetched(self._store, self.name, [(0, shift + front.nbytes)], again)[0][shift:]
         far = [(shift + a, shift + b) for a, b in ranges if b > front.nbytes]
         found = iter(fetched(self._store, self.name, far, again) if far else ())

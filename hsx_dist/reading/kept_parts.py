@@ -1,13 +1,16 @@
-"""The headers of the parts that a reader opened last."""
+"""The headers of the parts that a reader opened last, and the errors of those that it could not open."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from hsx_dist.errors import FormatError, NotFound, SampleConsumed
 from hsx_dist.format.container import Part
+from hsx_dist.text import bounded
 
 #: Limit of the memory of the kept headers and token ids. One part is always kept. Their number has no limit: in a run
 #: of many writers, neighbouring samples are stored in as many parts, and a header may be larger than a sample.
@@ -19,24 +22,40 @@ _PARSED = 8
 #: Up to this many bytes of token ids are fetched and kept with the header, in the same request. Reading a sample then
 #: costs only one more request.
 MOST_IDS = 1 << 20
+#: A part's error is raised for its other samples during these seconds. Opening it for each of them would take time and
+#: transfer of their number times the header. A damaged part may be restored, and a lost part may appear again.
+_DAMAGED_S, _MISSING_S = 60.0, 5.0
+#: Limit of the number of kept errors.
+_MOST_ERRORS = 1 << 12
 
 
 class KeptParts:
-    """Cache of the parts opened last. If several threads want the same part, one opens it and all get its error."""
+    """Cache of the parts opened last. If several threads want the same part, one opens it and all get its error.
 
-    def __init__(self) -> None:
+    A part that is damaged or missing is not opened again for some seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Part] = OrderedDict()
         self._nbytes = 0
         self._opening: dict[str, Future[Part]] = {}
+        # Part → the time until which its error counts, and the error without its frames, which hold fetched bytes.
+        self._errors: OrderedDict[str, tuple[float, type[FormatError | NotFound | SampleConsumed], str]] = OrderedDict()
 
     def get(self, name: str, open_part: Callable[[str], Part]) -> Part:
-        """Return the part ``name``, from ``open_part(name)`` if it is not kept."""
+        """Return the part ``name``, from ``open_part(name)`` if it is not kept. Raise its kept error, if it has one."""
         mine: Future[Part] = Future()
         with self._lock:
             if name in self._kept:
                 self._kept.move_to_end(name)
                 return self._kept[name]
+            if name in self._errors:
+                until, error, message = self._errors[name]
+                if self._clock() < until:
+                    raise error(message)
+                del self._errors[name]
             others = self._opening.get(name)
             if others is None:
                 self._opening[name] = mine
@@ -46,6 +65,8 @@ class KeptParts:
             mine.set_result(open_part(name))
         except BaseException as e:
             mine.set_exception(e)
+            if isinstance(e, FormatError | NotFound | SampleConsumed):
+                self._keep_error(name, e)
             raise
         finally:
             with self._lock:
@@ -56,6 +77,18 @@ class KeptParts:
                     while len(self._kept) > 1 and self._nbytes > _KEPT_BYTES:
                         self._nbytes -= nbytes_of(self._kept.popitem(last=False)[1])
         return mine.result()
+
+    def forget_errors(self) -> None:
+        """Open parts again that could not be opened."""
+        with self._lock:
+            self._errors.clear()
+
+    def _keep_error(self, name: str, error: FormatError | NotFound | SampleConsumed) -> None:
+        seconds = _DAMAGED_S if isinstance(error, FormatError) else _MISSING_S
+        with self._lock:
+            self._errors[name] = (self._clock() + seconds, type(error), bounded(error))
+            if len(self._errors) > _MOST_ERRORS:
+                self._errors.popitem(last=False)
 
 
 def nbytes_of(part: Part) -> int:

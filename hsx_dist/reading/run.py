@@ -98,11 +98,14 @@ class Run:
     def refresh(self) -> None:
         """Read the receipts that were stored since the last refresh. Costs requests for new receipts only.
 
+        Parts that could not be opened are tried again.
+
         Raises:
             RunError: the run was removed after it was opened.
             StoreError, FormatError: as ``open_run``.
         """
         self._require_process()
+        self._parts.forget_errors()
         with self._refreshing:
             with self.place.reading():
                 take = self._reader.fetch(self.store)
@@ -311,6 +314,9 @@ class Run:
 
     def open_part(self, name: str) -> Part:
         """Open the part ``name``: read its header and token ids. The last opened parts are cached.
+
+        After an error, a missing part is tried again after 5 seconds, a damaged part after a minute, and both after
+        ``refresh``. Until then, the same error is raised without a request.
 
         Raises:
             SampleConsumed: the part was removed after all consumers had used it.
