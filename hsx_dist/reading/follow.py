@@ -112,6 +112,10 @@ class _Done:
         return _FEW_CHANGES + len(self._base) + sum(1 for _ in self.keys)
 
 
+def _parts_of(record: SampleRecord) -> tuple[str, ...]:
+    return tuple(proof.part for proof in record.segments)
+
+
 def _replay(
     base: Mapping[_Writer, tuple[int, tuple[str, ...]]], log: list[tuple[_Writer, int, str | None]], n: int
 ) -> dict[_Writer, tuple[int, tuple[str, ...]]]:
@@ -164,8 +168,8 @@ class Follower:
         self._done = _Done(state or {})
         self._came.update(dict.fromkeys(self._done.keys))
         # Keys are only added to the dicts below, so that a ``mark`` is their lengths.
-        # Samples whose part was missing: key → its record at that time, None after a resume.
-        self._lost: dict[str, SampleRecord | None] = dict.fromkeys((state or {}).get(_LOST, ()))
+        # Samples whose part was missing: key → the parts of its segments at that time, None after a resume.
+        self._lost: dict[str, tuple[str, ...] | None] = dict.fromkeys((state or {}).get(_LOST, ()))
         self._given: dict[str, None] = {}  # those of them that the consumer has now
         # Receipts that were read and that the consumer has not finished, in reading order.
         self._open: deque[tuple[_Writer, int]] = deque()
@@ -214,7 +218,7 @@ class Follower:
     def lost(self, record: SampleRecord) -> None:
         """Record a sample that the consumer could not read, since its part is missing. Call it in place of ``done``."""
         self._pass(record.key)
-        self._lost[record.key] = record
+        self._lost[record.key] = _parts_of(record)
 
     def computed_again(self) -> Iterator[SampleRecord]:
         """Yield lost samples that an attempt may have stored again in other parts. Iterate after the run's end.
@@ -223,7 +227,7 @@ class Follower:
         """
         for key, before in [(key, before) for key, before in self._lost.items() if key not in self._given]:
             record = self._manifest.samples.get(key)
-            if record is not None and (before is None or record.segments != before.segments):
+            if record is not None and before != _parts_of(record):
                 yield record
 
     def given(self, record: SampleRecord) -> None:
@@ -298,19 +302,19 @@ class Follower:
                 else:
                     yield from self._take(receipt)
 
-    def _take(self, receipt: Receipt) -> list[SampleRecord]:
+    def _take(self, receipt: Receipt) -> Iterator[SampleRecord]:
+        """Add a receipt. Return the samples that it completes, each made when it is yielded: a record takes a kilobyte,
+        and a receipt may name a million."""
         writer = (receipt.attempt, receipt.writer)
         self._next[writer] = max(self._next.get(writer, 1), receipt.seq + 1)
         self._manifest.add(receipt)
         if receipt.seq >= self._done.first(writer):
             self._open.append((writer, receipt.seq))
-        here, arrived = (writer, receipt.seq), []
-        for key in dict.fromkeys(receipt.table.keys()):
-            record = None if key in self._came else self._manifest.samples.get(key)
-            if record is not None:
-                self._came[key] = here
-                arrived.append(record)
-        return arrived
+        samples = self._manifest.samples
+        keys = dict.fromkeys(receipt.table.keys())
+        arrived = [key for key in keys if key not in self._came and key in samples]
+        self._came.update(dict.fromkeys(arrived, (writer, receipt.seq)))
+        return map(samples.__getitem__, arrived)
 
     def _find_writers(self) -> None:
         """Find new writers with one listing. After a full page of one writer, a new listing skips the writer's rest."""

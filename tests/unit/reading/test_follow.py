@@ -27,7 +27,7 @@ from hsx_dist.errors import (
     Unavailable,
 )
 from hsx_dist.format.codecs import NoneCodec
-from hsx_dist.format.manifest import Receipt, SegmentProof
+from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.place import Place, open_place, start_run
 from hsx_dist.format.runs import beat, load_manifest, take_attempt
@@ -816,3 +816,21 @@ def test_a_mark_stays_as_it_was() -> None:
         {"1/a": [1, ["a0", "a1", "a2"]]},
         {"1/a": [4, []], "1/b": [3, ["b15", "b16", "b17"]]},
     )
+
+
+def test_a_follower_makes_a_record_when_it_yields_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compacted manifest of a megabyte names samples whose records take hundreds."""
+    made, make = list[str](), Manifest._record
+
+    def record(self: Manifest, key: str, places: tuple[int, ...]) -> Any:
+        made.append(key)
+        return make(self, key, places)
+
+    root = MemoryStore()
+    writer = store_run(root, SAMPLES, per_part=16)
+    monkeypatch.setattr(Manifest, "_record", record)
+    arrivals = iter(Follower(writer.place, **QUICK))
+    for i in range(len(SAMPLES)):
+        arrival = next(arrivals)
+        assert arrival is not None
+        assert made == [s.key for s in SAMPLES[: i + 1]]
