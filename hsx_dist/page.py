@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hsx_dist import text
+
 #: dtype names (torch's) → numpy type of the same width that carries the bits.
 CARRIER: dict[str, type[np.unsignedinteger[Any]]] = {
     "bfloat16": np.uint16,
@@ -134,7 +136,8 @@ class Segment:
         """Describe the segment for messages. ``repr`` has all of ``meta``: megabytes, if a stored object has them."""
         of = f" of column {self.column} of {self.columns} ({self.point}, shard {self.shard} of {self.shards})"
         column = of if self.of_points else ""
-        return f"segment {self.index}{column} of {self.key[:80]!a}, tokens [{self.start}, {self.stop}) of {self.total}"
+        key = text.head(self.key, 80)
+        return f"segment {self.index}{column} of {key!a}, tokens [{self.start}, {self.stop}) of {self.total}"
 
     @property
     def num_tokens(self) -> int:

@@ -29,6 +29,7 @@ from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.groups import groups
 from hsx_dist.reading.index import Index
 from hsx_dist.reading.select import Selection
+from hsx_dist.text import head
 
 #: The most samples of a block of Ray Data.
 _BLOCK_SAMPLES = 32
@@ -128,8 +129,8 @@ def _require_utf8(selection: Selection) -> None:
     for key in selection.keys():  # noqa: SIM118 - a list
         if not key.isascii() and any("\ud800" <= c <= "\udfff" for c in key):
             raise ConfigError(
-                f"key {key[:100]!a}: expected valid Unicode, which Arrow requires, got a lone surrogate. Leave the "
-                "sample out with select, or pass rename={'key': None}"
+                f"key {head(key, 100)!a}: expected valid Unicode, which Arrow requires, got a lone surrogate. Leave "
+                "the sample out with select, or pass rename={'key': None}"
             )
 
 

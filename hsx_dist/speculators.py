@@ -31,6 +31,7 @@ from hsx_dist.reading.whole import require_whole
 from hsx_dist.store import Store
 from hsx_dist.store.base import Conditional, version_of
 from hsx_dist.store.within import open_within
+from hsx_dist.text import head
 
 __all__ = ["HsxBackend", "HsxTransfer", "main"]
 
@@ -53,7 +54,7 @@ def _rows_of(run: Run) -> np.ndarray[Any, Any]:
     rows = rows[: np.count_nonzero(rows >= 0)]  # samples without a row are behind the others
     if (twice := np.flatnonzero(rows[1:] == rows[:-1])).size:
         first = int(twice[0])
-        keys = [run.at(place).key[:80] for place in (first, first + 1)]
+        keys = [head(run.at(place).key, 80) for place in (first, first + 1)]
         raise ConfigError(
             f"--hsx-run: expected one sample of each input row, got {keys[0]!r} and {keys[1]!r} of row {rows[first]}: "
             f"the input of {run.url} changed its order between attempts. Extract into another output, or export"

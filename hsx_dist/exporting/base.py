@@ -15,6 +15,7 @@ from hsx_dist.layers import resolve_layers
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.arguments import require_positive
 from hsx_dist.reading.run import Run
+from hsx_dist.text import head
 
 #: The layer ids of every exporter, described in ``export.json``.
 LAYER_IDS = (
@@ -133,7 +134,7 @@ def parquet_key(key: str) -> str:
     """Return the key. Raises ``ConfigError`` if it is no valid UTF-8, which Parquet requires."""
     if any("\ud800" <= c <= "\udfff" for c in key):
         raise ConfigError(
-            f"key {key[:100]!a}: expected valid Unicode, which Parquet requires, got a lone surrogate. "
+            f"key {head(key, 100)!a}: expected valid Unicode, which Parquet requires, got a lone surrogate. "
             "Export to vllm, whose file names escape it, or extract the sample with another key"
         )
     return key

@@ -18,6 +18,7 @@ from hsx_dist.exporting.base import Exporter, ExportOptions, check_parquet, parq
 from hsx_dist.format.segment_info import MAX_HIDDEN_SIZE
 from hsx_dist.reading.groups import groups
 from hsx_dist.reading.run import Run
+from hsx_dist.text import head
 
 #: The most samples of a row group of the file. Their rows are in memory together.
 _ROW_GROUP = 64
@@ -119,7 +120,7 @@ def _values(row: Mapping[str, Any], name: str) -> np.ndarray[Any, Any]:
     x = row[name]
     if x.is_floating_point() == (name != _WEIGHTS):
         raise FormatError(
-            f"{row['key'][:80]!a}: expected {name} in the router's dtype, got {x.dtype}. The sample is damaged: "
+            f"{head(row['key'], 80)!a}: expected {name} in the router's dtype, got {x.dtype}. The sample is damaged: "
             "extract it again"
         )
     return (x.float() if name == _WEIGHTS else x).numpy()  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ from typing import Any
 from hsx_dist.exporting.base import ExportOptions, SampleLeftOut, eagle3_layers, layers_before_last, num_layers_of
 from hsx_dist.exporting.torch_files import TorchExporter
 from hsx_dist.reading.run import Run
+from hsx_dist.text import head
 
 #: Rows per folder, as in SpecForge's script.
 _ROWS_PER_FOLDER = 2000
@@ -55,7 +56,7 @@ class DFlashExporter(_SpecForge):
         mask = item["loss_mask"]
         if not (mask[:-1] & mask[1:]).any():
             raise SampleLeftOut(
-                f"{item['key'][:200]!a}: expected two consecutive tokens with loss_mask 1, got none. SpecForge's "
+                f"{head(item['key'], 200)!a}: expected two consecutive tokens with loss_mask 1, got none. SpecForge's "
                 "DFlash, Domino and DSpark refuse such a sample, so it is left out. To use it, correct its loss mask"
             )
         last = {} if self._end is None else {"target_last_hidden_states": self._last_state(item)[None]}

@@ -128,7 +128,7 @@ class ModelFiles:
         model, of_sample = self.config.get("num_hidden_layers"), described_layers(sample.about)
         if of_sample is not None and model is not None and of_sample != model:
             raise ConfigError(
-                f"sample {sample.key[:80]!a}: expected one of {self.model}, which has {model} layers, got one of "
+                f"sample {head(sample.key, 80)!a}: expected one of {self.model}, which has {model} layers, got one of "
                 f"a model with {of_sample}. Name the sample's model"
             )
         return model
@@ -220,8 +220,8 @@ def _meaning(run: Run) -> dict[str, Any]:
 def _plain(run: Run, what: str, value: Any, form: re.Pattern[str]) -> str:
     if not isinstance(value, str) or not form.fullmatch(value) or ".." in value:
         raise ConfigError(
-            f"{run.url}: expected an id of the Hugging Face hub as the run's {what}, got "
-            f"{head(str(value), 100)!r}. Name the model's folder or id yourself (--model)"
+            f"{run.url}: expected an id of the Hugging Face hub as the run's {what}, got {head(str(value), 100)!r}. "
+            "Name the model's folder or id yourself (--model)"
         )
     return value
 

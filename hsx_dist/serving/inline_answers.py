@@ -20,6 +20,7 @@ from hsx_dist.serving.inline_request import INLINE, InlineRequest, read_inline_r
 from hsx_dist.serving.refusals import Refusal, bad_request, refusal_of
 from hsx_dist.serving.sample_source import SampleSource
 from hsx_dist.serving.states_file import StatesFile
+from hsx_dist.text import head
 
 #: Seconds from vLLM's answer until its states are stored.
 _WAIT = 60.0
@@ -47,7 +48,7 @@ class InlineStates:
                 if asked is not None and self._source is None:
                     raise bad_request(
                         f"expected {INLINE} at /v1/completions or /v1/chat/completions, got the route "
-                        f"{scope['path'][:80]!r}. Send the request to one of these",
+                        f"{head(scope['path'], 80)!r}. Send the request to one of these",
                         INLINE,
                     )
             except Refusal as e:

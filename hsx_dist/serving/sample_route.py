@@ -97,9 +97,9 @@ def _key(request: Request) -> str:
 def _check_names(request: Request) -> None:
     for name in request.query_params:
         if name not in _KNOWN:
+            shown = head(name, 80)
             raise bad_request(
-                f"expected parameters among {', '.join(_KNOWN)}, got the unknown parameter {name[:80]!r}. Remove it",
-                name[:80],
+                f"expected parameters among {', '.join(_KNOWN)}, got the unknown parameter {shown!r}. Remove it", shown
             )
         if (given := len(request.query_params.getlist(name))) > 1:
             raise bad_request(f"expected each parameter once, got {name!r} {given} times. Give it once", name)
@@ -118,10 +118,10 @@ def _names(value: str, param: str) -> list[str]:
     names = value.split(",")
     if not all(names) or len(names) > _MAX_LIST:
         raise bad_request(
-            f"expected 1 to {_MAX_LIST} values separated by commas, got {value[:80]!r}. Correct it", param
+            f"expected 1 to {_MAX_LIST} values separated by commas, got {head(value, 80)!r}. Correct it", param
         )
     if len(set(names)) < len(names):
-        raise bad_request(f"expected each value once, got {value[:80]!r}. Remove the repeated ones", param)
+        raise bad_request(f"expected each value once, got {head(value, 80)!r}. Remove the repeated ones", param)
     return names
 
 
@@ -129,7 +129,7 @@ def _layers(value: str) -> tuple[int, ...]:
     names = _names(value, "layers")
     if not all(re.fullmatch(r"0|[1-9][0-9]{0,8}", name) for name in names):  # 2 and 02 would be the same layer twice
         raise bad_request(
-            f"expected layer ids such as 2,15, got {value[:80]!r}. Use numbers of stored layers", "layers"
+            f"expected layer ids such as 2,15, got {head(value, 80)!r}. Use numbers of stored layers", "layers"
         )
     return tuple(map(int, names))
 
@@ -137,7 +137,7 @@ def _layers(value: str) -> tuple[int, ...]:
 def _tokens(value: str) -> tuple[int | None, int | None]:
     found = _TOKENS.fullmatch(value)
     if found is None:
-        raise bad_request(f"expected START:STOP as in Python, such as 0:128 or -1:, got {value[:80]!r}", "tokens")
+        raise bad_request(f"expected START:STOP as in Python, such as 0:128 or -1:, got {head(value, 80)!r}", "tokens")
     start, stop = (None if text is None else int(text) for text in found.groups())
     return start, stop
 

@@ -17,6 +17,7 @@ import hsx_dist
 from hsx_dist.format import json_objects
 from hsx_dist.format.receipt import RowFate
 from hsx_dist.inputs import row_values
+from hsx_dist.page import Segment
 from hsx_dist.reading import Problem
 from hsx_dist.text import MAX_REASON, MAX_SHOWN, ascii_json, bounded, head, printable, printable_lines
 from tests.harness.traced_memory import trace_memory
@@ -126,3 +127,21 @@ def test_a_text_is_redacted_before_it_is_cut(path):
         if "len(" not in ast.unparse(node.slice) and ast.unparse(node.slice) != "1:-1":  # without quotes
             cut = ast.unparse(node.value)
             assert not RAW.search(cut) or re.search(r"\b(head|redacted|redact_text)\(", cut), f"{path}:{node.lineno}"
+
+
+def test_a_segment_in_a_message_is_redacted_before_it_is_cut() -> None:
+    """A token that is cut in the middle is not recognized."""
+    secret = "hf_" + "AbCdEfGh1jKlMnOpQrStUvWxYz012345"
+    assert secret[:10] not in str(Segment("s" * 58 + " " + secret, 0, 0, 1, 1))
+
+
+def test_no_module_cuts_a_text_that_it_quotes() -> None:
+    """``head`` redacts first."""
+    cuts = re.compile(r"\{[^{}]*\[:\d+\]!")
+    lines = [
+        (path.name, line)
+        for path in Path(hsx_dist.__file__).parent.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if cuts.search(line) and "redact_text(" not in line and "data[:24]" not in line  # bytes of an object
+    ]
+    assert lines == []
