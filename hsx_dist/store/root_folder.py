@@ -63,10 +63,11 @@ class RootFolder:
             OSError: the errors of ``open`` and ``mkdir``.
         """
         flags = SEARCH if search else FOLDER
+        seen = self.seen  # before the call: another thread may be making the folder
         try:
             folder = os.open(self.path, flags)
         except (FileNotFoundError, NotADirectoryError):
-            if self.seen:
+            if seen:
                 raise self._gone("none") from None
             if not make:
                 raise

@@ -278,9 +278,14 @@ def started(
 
     def engine(**_: Any) -> Any:
         load()
-        return SimpleNamespace(llm_engine=None, model_config=SimpleNamespace(max_model_len=max_model_len, dtype=dtype))
+        settings = SimpleNamespace(model_config=None, speculative_config=None, structured_outputs_config=None)
+        return SimpleNamespace(
+            llm_engine=SimpleNamespace(vllm_config=settings, tokenizer=None),
+            model_config=SimpleNamespace(max_model_len=max_model_len, dtype=dtype),
+        )
 
     monkeypatch.setattr("vllm.LLM", engine)
+    monkeypatch.setattr("vllm.SamplingParams.verify", lambda *_: None)
     replica: Any = Replica.__new__(Replica)
     replica._spec, replica._server, replica._transport, replica._address, replica._name = spec, None, "inline", "", "0"
     replica._core_here = replica._in_process = False

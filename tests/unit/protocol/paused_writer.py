@@ -35,9 +35,9 @@ class Pausing(LocalStore):
         self._pause("put_if_absent", name)
         super().put_if_absent(name, data)
 
-    def head(self, name: str) -> Any:
-        self._pause("head", name)
-        return super().head(name)
+    def get(self, name: str, most: int | None = None) -> bytes:
+        self._pause("get", name)
+        return super().get(name, most)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 PROJECT = Path(__file__).parents[3]
 #: The calls before which a writer pauses: the part, the check whether its attempt is closed, the receipt.
-MOMENTS = [("put", "data/"), ("head", "closed"), ("put_if_absent", "manifest/")]
+MOMENTS = [("put", "data/"), ("get", "closed"), ("put_if_absent", "manifest/")]
 #: ``hsx`` in a process that gets SIGKILL before its 21st deletion.
 KILLED_REMOVAL = """
 import os, signal

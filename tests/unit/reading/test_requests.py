@@ -63,7 +63,7 @@ OPEN_COMPLETE = [
     "get run.json",
     "list attempts/",
     "get attempts/0001.complete.json",
-    "head attempts/0002.json",
+    "get attempts/0002.json",
     "get manifest/compacted-0001.jsonl.zst",
     "get run.json",
 ]
@@ -196,7 +196,7 @@ def test_a_poll_of_a_follower_with_nothing_new() -> None:
         assert store.take() == [
             "get attempts/0001.complete.json",
             "get manifest/0001/w/000003.json",
-            "head attempts/0002.json",
+            "get attempts/0002.json",
             "get attempts/0001.heartbeat.json",
         ]
 
