@@ -137,8 +137,7 @@ def redact_records() -> None:
             # ``NotSoOften`` compares unformatted texts. A text of a caller may have a credential, a hash has none.
             with suppress(Exception):
                 record._template = hash(str(record.msg)[:_TEMPLATE])
-            # Libraries' handlers read these fields, not only ``getMessage``.
-            record.msg, record.args = _message(record), None
+            _hide_arguments(record)
             hide_exception(record)
         # Not a copy: vLLM's and Ray's factories add fields. A library's class keeps its type, but its own method would
         # format the message again.
@@ -148,6 +147,22 @@ def redact_records() -> None:
         return record
 
     logging.setLogRecordFactory(redacted)
+
+
+def _hide_arguments(record: logging.LogRecord) -> None:
+    """Redact the message and arguments, which libraries' handlers read too.
+
+    Arguments without a credential stay, because uvicorn's formatter of its access log expects five of them. Other
+    arguments of that log are redacted one by one. Any other record gets the whole message as its text.
+    """
+    with suppress(Exception):  # any code of an argument
+        texts = str(record.msg), record.getMessage(), repr(record.args)
+        if all(redact_text(text) == text for text in texts):
+            return
+    if record.name == "uvicorn.access" and isinstance(record.args, tuple):
+        record.args = tuple(redact_text(value) if isinstance(value, str) else value for value in record.args)
+    else:
+        record.msg, record.args = _message(record), None
 
 
 def _message(record: logging.LogRecord) -> str:

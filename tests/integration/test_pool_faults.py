@@ -169,7 +169,7 @@ def gate(weed, request):
     [
         ("halfway", "PUT", "data/"),  # during the upload
         ("after", "PUT", "data/"),  # the part is stored, its receipt not yet sent
-        ("before", "HEAD", "attempts/0001.closed"),  # it is about to check whether its attempt is closed
+        ("before", "GET", "attempts/0001.closed"),  # it is about to check whether its attempt is closed
         ("before", "PUT", "manifest/"),  # between part and receipt
         ("after", "PUT", "manifest/"),  # the receipt is stored, and the writer has not reported it
     ],

@@ -276,3 +276,24 @@ except SystemExit:
     shown = output(program, "INFO", f"https://u:{SECRET}@h/x")
     assert SECRET not in shown
     assert f"{error}: no answer of https://h/x" in shown
+
+
+UVICORN = """
+from uvicorn.logging import AccessFormatter
+handler = logging.StreamHandler()
+handler.setFormatter(AccessFormatter('%(client_addr)s %(request_line)s %(status_code)s', use_colors=False))
+log = logging.getLogger("uvicorn.access")
+log.addHandler(handler)
+log.setLevel("INFO")
+for path in ("/health", url):
+    log.info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:1", "GET", path, "1.1", 200)
+"""
+
+
+def test_the_access_log_of_a_server_keeps_its_arguments() -> None:
+    """uvicorn's formatter unpacks them."""
+    said = output(UVICORN, "INFO", f"/x?to=https://user:{SECRET}@host/x")
+    assert "GET /health HTTP/1.1 200" in said
+    assert "GET /x?to=" in said
+    assert SECRET not in said
+    assert "Traceback" not in said
