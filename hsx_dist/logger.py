@@ -7,7 +7,7 @@ in vLLM's server other code configures the formatters.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import index
 from typing import Any
 
@@ -22,17 +22,24 @@ OWN: set[str] = set()
 _formatter = logging.Formatter()
 
 
-class _Escaped:
-    """An argument of a message, formatted together with the message."""
+class _Shown:
+    """An argument of a message, formatted together with the message. ``show`` is called for its text."""
 
-    def __init__(self, value: object):
+    def __init__(self, value: object, show: Callable[[str], str]):
         self._value = value
+        self._show = show
 
     def __str__(self) -> str:
-        return bounded(self._value, MAX_ARGUMENT)
+        return self._text(str)
 
     def __repr__(self) -> str:
-        return bounded(repr(self._value), MAX_ARGUMENT)
+        return self._text(repr)
+
+    def _text(self, of: Callable[[object], str]) -> str:
+        try:
+            return self._show(of(self._value))
+        except Exception:  # noqa: BLE001 - logging would print the error of any argument, unredacted
+            return f"({type(self._value).__name__} that cannot be shown)"
 
     # For %d, %x and %f: NumPy's and torch's numbers are neither int nor float. These methods refuse text.
     def __int__(self) -> int:
@@ -58,19 +65,39 @@ def shown_traceback(raised: Any) -> str:
 def hide_exception(record: logging.LogRecord) -> None:
     """Replace a record's exception and stack by redacted text.
 
-    Formatters print ``exc_text`` in place of the exception. Handlers that send records elsewhere read the exception.
+    Formatters print ``exc_text`` in place of the exception, some only if there is one. Handlers that send records
+    elsewhere read the exception: they get its text without its frames.
     """
     raised, record.exc_info = record.exc_info, None
     if record.exc_text:
-        record.exc_text = redacted(record.exc_text)
+        record.exc_text = printable_lines(redacted(record.exc_text))
     elif isinstance(raised, tuple):  # a library may give another value to ``makeRecord``
         record.exc_text = shown_traceback(raised)
+        if (error := raised[1]) is not None:
+            record.exc_info = (Exception, Exception(f"{type(error).__name__}: {bounded(error)}"), None)
     if record.stack_info:
         record.stack_info = printable_lines(redacted(record.stack_info))
 
 
+def hide_arguments(record: logging.LogRecord, hide: Callable[[Any], Any]) -> None:
+    """Call ``hide`` for each argument of a record, and store the results. Numbers stay."""
+
+    def hidden(value: Any) -> Any:
+        return value if value is None or isinstance(value, (int, float)) else hide(value)
+
+    if isinstance(record.args, Mapping):
+        record.args = {name: hidden(value) for name, value in record.args.items()}
+    elif record.args:
+        record.args = tuple(map(hidden, record.args))
+
+
+def redacted_argument(value: Any) -> Any:
+    """Return an argument of a library's message, redacted. Text stays text, because filters and formatters read it."""
+    return redacted(value) if isinstance(value, str) else _Shown(value, redacted)
+
+
 def _escaped(value: Any) -> Any:
-    return value if value is None or isinstance(value, (int, float)) else _Escaped(value)
+    return _Shown(value, lambda shown: bounded(shown, MAX_ARGUMENT))
 
 
 class Escaping(logging.Filter):
@@ -81,10 +108,7 @@ class Escaping(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg = printable_lines(record.msg if record.args else redacted(str(record.msg)))
-        if isinstance(record.args, Mapping):
-            record.args = {name: _escaped(value) for name, value in record.args.items()}
-        elif record.args:
-            record.args = tuple(map(_escaped, record.args))
+        hide_arguments(record, _escaped)
         hide_exception(record)
         return True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -18,7 +19,7 @@ from functools import cache
 from typing import Any
 
 from hsx_dist.config.redaction import redact_text
-from hsx_dist.logger import OWN, hide_exception, shown_traceback
+from hsx_dist.logger import OWN, hide_arguments, hide_exception, redacted_argument, shown_traceback
 from hsx_dist.text import ascii_json, printable_lines
 
 #: Names of a line's subjects, in the order in which they are shown.
@@ -29,6 +30,8 @@ OFTEN = 10
 WINDOW_S = 60.0
 #: Characters of an unformatted message that are compared.
 _TEMPLATE = 200
+#: The place of an argument in a template.
+_PLACE = re.compile(r"%(?:\([^)]*\))?[-#0 +]*[\d*]*(?:\.[\d*]+)?([a-z])", re.IGNORECASE)
 #: Environment variable that child processes inherit from a process that redacts its records.
 _REDACTS = "HSX_REDACTS_RECORDS"
 
@@ -71,7 +74,7 @@ class NotSoOften(logging.Filter):
         self._seen: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        kind = record.name, str(getattr(record, "_template", record.msg))[:_TEMPLATE]
+        kind = record.name, str(record.msg)[:_TEMPLATE]
         with self._lock:
             now = self._clock()
             since, count = self._seen.get(kind, (now, 0))
@@ -133,11 +136,8 @@ def redact_records() -> None:
 
     def redacted(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = factory(*args, **kwargs)
-        if record.name not in OWN:  # their filter redacts, and needs the arguments
-            # ``NotSoOften`` compares unformatted texts. A text of a caller may have a credential, a hash has none.
-            with suppress(Exception):
-                record._template = hash(str(record.msg)[:_TEMPLATE])
-            _hide_arguments(record)
+        if record.name not in OWN:  # the filter of this package's loggers redacts theirs
+            _hide_message(record)
             hide_exception(record)
         # Not a copy: vLLM's and Ray's factories add fields. A library's class keeps its type, but its own method would
         # format the message again.
@@ -149,28 +149,23 @@ def redact_records() -> None:
     logging.setLogRecordFactory(redacted)
 
 
-def _hide_arguments(record: logging.LogRecord) -> None:
-    """Redact the message and arguments, which libraries' handlers read too.
+def _hide_message(record: logging.LogRecord) -> None:
+    """Redact a library's message and its arguments, which handlers read too.
 
-    Arguments without a credential stay, because uvicorn's formatter of its access log expects five of them. Other
-    arguments of that log are redacted one by one. Any other record gets the whole message as its text.
+    The whole message takes their place if its class has another format than ``%``, or if its template seems to have a
+    credential: redacted, the template might lose a ``%s``.
     """
-    with suppress(Exception):  # any code of an argument
-        texts = str(record.msg), record.getMessage(), repr(record.args)
-        if all(redact_text(text) == text for text in texts):
-            return
-    if record.name == "uvicorn.access" and isinstance(record.args, tuple):
-        record.args = tuple(redact_text(value) if isinstance(value, str) else value for value in record.args)
-    else:
-        record.msg, record.args = _message(record), None
-
-
-def _message(record: logging.LogRecord) -> str:
-    """Return the redacted message of a record, also if its arguments are wrong."""
-    for text in (record.getMessage, lambda: f"{record.msg!r} with wrong arguments {record.args!r}"):
-        with suppress(Exception):  # any code of an argument
-            return redact_text(text())
-    return "a message that cannot be formatted"
+    own = type(record).getMessage is not logging.LogRecord.getMessage
+    try:
+        if record.args and not own:
+            template = _PLACE.sub(lambda found: "0" if found[1] in "dif" else "x", str(record.msg))
+            if redact_text(template) == template:
+                hide_arguments(record, redacted_argument)
+                return
+        record.msg = redact_text(record.getMessage())
+    except Exception:  # noqa: BLE001 - any code of a library
+        record.msg = "a message that cannot be formatted"
+    record.args = None
 
 
 def redact_like_parent() -> None:

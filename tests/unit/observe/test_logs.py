@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hsx_dist.logger import _Escaped, get_logger
+from hsx_dist.logger import _Shown, get_logger
 from hsx_dist.observe.logs import OFTEN, WINDOW_S, NotSoOften, Structured, shown_elsewhere
 
 
@@ -112,7 +112,7 @@ def test_numbers_of_other_libraries_are_numbers_in_a_line():
     (line,) = lines_of("hsx_test_escaped", lambda log: log.warning("%x", np.int64(255)))
     assert line == "ff"
     with pytest.raises(TypeError):
-        logging.LogRecord("x", 30, "", 1, "%d", (_Escaped("12"),), None).getMessage()
+        logging.LogRecord("x", 30, "", 1, "%d", (_Shown("12", str),), None).getMessage()
 
 
 def test_a_traceback_keeps_its_lines_and_nothing_else():
