@@ -184,8 +184,8 @@ def read_json(store: Store, name: str) -> dict[str, Any]:
 
 
 def holds_json(store: Store, name: str) -> bool:
-    """Whether the JSON object ``name`` exists, even if it is damaged. The page of a gateway answers a HEAD like any
-    object, so this reads the object.
+    """Whether the JSON object ``name`` exists. Its members are not checked. The page of a gateway answers a HEAD like
+    any object, so this reads the object.
 
     Raises:
         Unavailable: the answer does not begin like a JSON object.

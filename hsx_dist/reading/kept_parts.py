@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from hsx_dist.errors import FormatError, NotFound, SampleConsumed
+from hsx_dist.errors import FormatError, NotFound, SampleConsumed, UnknownCodec
 from hsx_dist.format.container import Part
 from hsx_dist.text import bounded
 
@@ -65,7 +65,8 @@ class KeptParts:
             mine.set_result(open_part(name))
         except BaseException as e:
             mine.set_exception(e)
-            if isinstance(e, FormatError | NotFound | SampleConsumed):
+            # A codec may be registered at any time.
+            if isinstance(e, FormatError | NotFound | SampleConsumed) and not isinstance(e, UnknownCodec):
                 self._keep_error(name, e)
             raise
         finally:

@@ -306,7 +306,7 @@ def _of_another_file(error: BaseException, where: str) -> bool:
     asked = path.rpartition("/")[0] if verb == "list" else path
     below_host = asked.partition("/")[2]
     above = any(_as_folder(place).startswith(_as_folder(file)) for place in (asked, below_host))
-    return not above and _as_folder(below_host) not in _as_folder(file)
+    return not above and not (below_host and _as_folder(below_host) in _as_folder(file))
 
 
 def _as_folder(path: str) -> str:

@@ -172,6 +172,7 @@ class LocalStore:
             if unchanged:
                 os.rename(temporary, last, src_dir_fd=fd, dst_dir_fd=fd)
                 _sync(fd)
+                self._root.saw(name, newest=True)
             return unchanged
 
     @contextmanager
@@ -304,7 +305,7 @@ class LocalStore:
     ) -> Iterator[ObjectInfo]:
         with suppress(FileNotFoundError), self._root.opened() as root:  # without a root nothing is stored yet
             for info in FolderListing(self._root.path, root, prefix, after, unreadable).objects():
-                self._root.saw(info.name)
+                self._root.saw(info.name, newest=True)
                 yield info
 
     @contextmanager

@@ -48,7 +48,8 @@ def failed_for_now(error: BaseException) -> bool:
             break
         if found or type(following).__name__ in _OF_LOOK_UPS:
             found.append(following)
-        following = following.__cause__ or (following.__context__ if found else None)
+        unrelated = not found or following.__suppress_context__
+        following = following.__cause__ or (None if unrelated else following.__context__)
     return any(
         getattr(e, "retryable", False) is True
         or isinstance(e, (TimeoutError, ConnectionError))

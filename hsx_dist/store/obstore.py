@@ -287,7 +287,8 @@ class ObstoreStore:
             start, after = self._root + prefix, {} if last is None else {"StartAfter": last}
             answer = self._call("list", prefix, lambda *_: first_page(start, MaxKeys=2, **after))
             require_listing(answer, f"list {self.url}/{prefix}")
-            return any(entry.get("Key") != start for entry in answer.get("Contents", ()))  # start: a folder's marker
+            markers = start, f"{last}/"  # of folders: obstore has listed the last one without its slash
+            return any(entry.get("Key") not in markers for entry in answer.get("Contents", ()))
         if self._scheme in ("gs", "gcs"):
             return any(self._conditional().list(prefix, None if last is None else last.removeprefix(self._root)))
         return False

@@ -31,11 +31,6 @@ class RootFolder:
         self._first: str | None = None  # witnesses: in a run, the first is its description, which stays
         self._last: str | None = None  # of a server's objects, the oldest are deleted first
 
-    @property
-    def seen(self) -> bool:
-        """Whether this store has used the folder."""
-        return (self._identity or self._first or self._last) is not None
-
     def saw(self, name: str, *, newest: bool = False) -> None:
         """Remember that the object exists. ``newest``: in the folder that ``opened`` has checked."""
         if self._first is None:
@@ -63,7 +58,8 @@ class RootFolder:
             OSError: the errors of ``open`` and ``mkdir``.
         """
         flags = SEARCH if search else FOLDER
-        seen = self.seen  # before the call: another thread may be making the folder
+        # Before the call: another thread may be making the folder.
+        seen = (self._identity or self._first or self._last) is not None
         try:
             folder = os.open(self.path, flags)
         except (FileNotFoundError, NotADirectoryError):

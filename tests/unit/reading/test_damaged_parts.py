@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hsx_dist import HiddenStatesDataset
-from hsx_dist.errors import FormatError, HsxError, IntegrityError, NotFound, Unavailable
+from hsx_dist.errors import FormatError, HsxError, IntegrityError, NotFound, Unavailable, UnknownCodec
 from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.container import Part
 from hsx_dist.reading import kept_parts
@@ -89,6 +89,7 @@ def test_samples_of_a_missing_part_do_not_read_the_description_again() -> None:
 
 @pytest.mark.parametrize(("error", "seconds"), [
     (IntegrityError("a b"), 60), (NotFound("a b"), 5), (Unavailable("a b"), 0), (ValueError("a b"), 0),
+    (UnknownCodec("a b"), 0),
 ])  # fmt: skip
 def test_an_error_is_raised_again_for_some_seconds(error: Exception, seconds: float) -> None:
     now, opened, raised = [100.0], list[str](), list[BaseException]()

@@ -217,9 +217,21 @@ def _of_gcsfs(cause: Exception) -> Exception:
     return error
 
 
+def _raised_from_none() -> Exception:
+    """Return a final refusal that was raised while another error was handled."""
+    try:
+        try:
+            raise ConnectionRefusedError(111, "Connection refused")
+        except ConnectionRefusedError:
+            raise RefreshError("invalid_grant") from None
+    except RefreshError as e:
+        return e
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
+        (_raised_from_none(), Denied),
         (_of_gcsfs(TransportError("metadata server unavailable. Response status: 503\nno")), Unavailable),
         (_of_gcsfs(TransportError("metadata service. Status: 502 Response:\nno")), Unavailable),
         (_of_gcsfs(TransportError("metadata service. Status: 404 Response:\nno")), Denied),
@@ -290,6 +302,9 @@ class HttpError(Exception):
         (FileNotFoundError(2, "No such file", "/a"), "list file:///a/b/p/", NotFound),
         (FileNotFoundError(2, "No such file", b"/a/b/c"), "get file:///a/b/c", NotFound),
         (FileNotFoundError(2, "No such file", "/home/me/token"), "list sftp://h/r/p", Denied),
+        (FileNotFoundError(2, "No such file", "/etc/ssl/ca.pem"), "list sftp://h/", Denied),
+        (FileNotFoundError(2, "No such file", "/etc/ssl/ca.pem"), "list abfs://c/a", Denied),
+        (FileNotFoundError(2, "No such file", "/etc/ssl/ca.pem"), "get abfs://c/a", Denied),
         (NotADirectoryError(20, "Not a directory", "/home/me/tool"), "get sftp://h/r/a", Denied),
         (FileExistsError(17, "File exists", "/home/me/cache"), "put-if-absent gs://b/r/a", Denied),
         (FileExistsError("b/r/a"), "put-if-absent gs://b/r/a", AlreadyExists),

@@ -41,13 +41,17 @@ class Bucket(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def do_HEAD(self) -> None:
+        self.send_error(404)
+
     def s3(self, asked: dict[str, str]) -> bytes:
         start = max(asked.get("start-after", ""), asked.get("continuation-token", ""))
         names = [n for n in self.names if n.startswith(asked.get("prefix", "")) and n > start]
         page = names[: int(asked.get("max-keys", 1000))]
         more = f"<NextContinuationToken>{page[-1]}</NextContinuationToken>" if page != names else ""
         entries = "".join(
-            f"<Contents><Key>{n}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified><Size>1</Size></Contents>"
+            f"<Contents><Key>{n}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+            f"<Size>{int(not n.endswith('/'))}</Size></Contents>"
             for n in page
         )
         said = f"<Name>b</Name><IsTruncated>{str(page != names).lower()}</IsTruncated>{more}{entries}"
@@ -115,6 +119,8 @@ def test_a_page_in_the_middle_of_a_listing_ends_none(url: str) -> None:
     Bucket.names = Bucket.names[:1000]
     assert len(names(store)) == 1000
     assert names(store, "0999") == []
+    Bucket.names = (*Bucket.names[:999], "r/z/")  # a console's folder marker ends the page
+    assert len(names(store)) == 999
 
 
 @pytest.mark.parametrize("page", [PAGE, EMPTY])
