@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Collection, Iterator
@@ -52,9 +53,9 @@ def _lines(problem: Any, model: type[BaseModel], hidden: Collection[str]) -> Ite
         given, text = problem["input"], str(problem["ctx"]["error"])
         if isinstance(given, str) and (has_credentials(given) or is_address(given)):
             text = text.replace(repr(given), _shown_value(given, loc, hidden))
-        for value in sorted(hidden, key=len, reverse=True):  # one may be a part of another
-            if len(value) >= _SHORTEST_HIDDEN:
-                text = text.replace(repr(value)[1:-1], HIDDEN).replace(value, HIDDEN)
+        forms = {form for value in hidden if len(value) >= _SHORTEST_HIDDEN for form in (value, repr(value)[1:-1])}
+        if forms:  # one may be a part of another
+            text = re.sub("|".join(map(re.escape, sorted(forms, key=len, reverse=True))), HIDDEN, text)
         for line in text.splitlines():
             # A check of several fields names each of them itself.
             yield line if line.partition(":")[0].partition(".")[0] in model.model_fields else f"{field}: {line}"

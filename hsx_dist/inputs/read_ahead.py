@@ -12,6 +12,8 @@ from fsspec.caching import ReadAheadCache
 
 #: Bytes that are read ahead after a jump, and at most. A jump skips more than ``_LEAST`` bytes, or goes back.
 _LEAST, _MOST = 1 << 16, 5 << 20
+#: A file of at most so many bytes is fetched whole. Servers without ranges, such as Python's, give only whole files.
+_WHOLE = _MOST
 #: Default caches of fsspec's file systems. Others are in a chosen URL (``blockcache::``) or option.
 _DEFAULTS = ("adaptive", "bytes", "readahead")
 
@@ -27,6 +29,9 @@ class GrowingReadAhead(ReadAheadCache):  # type: ignore[misc]
 
     def _fetch(self, start: int | None, end: int | None) -> bytes:
         start, end = start or 0, self.size if end is None else end
+        if self.size <= _WHOLE and not self.cache:
+            self.blocksize = 0
+            super()._fetch(0, self.size)
         if not 0 <= start - self._ended <= _LEAST:
             self._began = start
         self._ended = end

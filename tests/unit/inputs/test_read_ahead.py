@@ -9,11 +9,13 @@ import struct
 import threading
 import zipfile
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 from fsspec.caching import caches
@@ -21,7 +23,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError
-from hsx_dist.inputs import allowance
+from hsx_dist.inputs import allowance, read_ahead
 from hsx_dist.inputs.read_ahead import fetched_bytes, limit_read_ahead
 from hsx_dist.inputs.rows import read_rows
 
@@ -68,6 +70,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
+@pytest.fixture(autouse=True)
+def small_files_are_read_like_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "_WHOLE", 0)
+
+
 @pytest.fixture
 def server(in_process: None) -> Iterator[_Server]:
     with _Server() as server:
@@ -97,6 +104,20 @@ def _arrow(before: int, filler: int, after: int, *, jump: bool) -> bytes:
 
 def _read(path: str, **settings: Any) -> int:
     return len(list(read_rows(InputConfig(path=path, **settings))))
+
+
+@pytest.mark.parametrize("name", ["a.arrow", "a.parquet"])
+def test_a_small_table_of_a_server_without_ranges_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None, name: str
+) -> None:
+    monkeypatch.setattr(read_ahead, "_WHOLE", 5 << 20)
+    table = pa.table({"text": [f"{i}" * 1000 for i in range(1000)]})
+    write: Any = feather.write_feather if name.endswith("arrow") else pq.write_table
+    write(table, str(tmp_path / name), compression="uncompressed" if name.endswith("arrow") else "none")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert _read(f"http://127.0.0.1:{server.server_port}/{name}") == 1000
+        server.shutdown()
 
 
 @pytest.mark.parametrize("jump", [False, True])
@@ -181,10 +202,8 @@ class _File(AbstractBufferedFile):  # type: ignore[misc]
         return self.data[start:end]
 
 
-@pytest.mark.parametrize("kind", ["adaptive", "bytes", "readahead"])
+@pytest.mark.parametrize("kind", [kind for kind in read_ahead._DEFAULTS if kind in caches])
 def test_a_default_cache_is_replaced_and_ended(kind: str) -> None:
-    if kind not in caches:
-        pytest.skip("fsspec is older")
     file = _File(kind)
     before = file.cache
     limit_read_ahead(file)
