@@ -32,6 +32,8 @@ WINDOW_S = 60.0
 _TEMPLATE = 200
 #: The place of an argument in a template.
 _PLACE = re.compile(r"%(?:\([^)]*\))?[-#0 +]*[\d*]*(?:\.[\d*]+)?([a-z])", re.IGNORECASE)
+#: In a template, a text in place of an argument. Behind a word such as ``Bearer`` it is taken for a token.
+_TOKEN = "x1" * 10
 #: Environment variable that child processes inherit from a process that redacts its records.
 _REDACTS = "HSX_REDACTS_RECORDS"
 
@@ -158,7 +160,7 @@ def _hide_message(record: logging.LogRecord) -> None:
     own = type(record).getMessage is not logging.LogRecord.getMessage
     try:
         if record.args and not own:
-            template = _PLACE.sub(lambda found: "0" if found[1] in "dif" else "x", str(record.msg))
+            template = _PLACE.sub(lambda found: "0" if found[1] in "dif" else _TOKEN, str(record.msg))
             if redact_text(template) == template:
                 hide_arguments(record, redacted_argument)
                 return

@@ -23,6 +23,7 @@ from hsx_dist.format.identity import IDENTITY
 from hsx_dist.format.json_objects import read_json
 from hsx_dist.format.markers import OBJECT, conflict_name, marker_name
 from hsx_dist.format.place import RUN
+from hsx_dist.format.presence import exists
 from hsx_dist.format.segments import SegmentProof
 from hsx_dist.page import Segment
 from hsx_dist.reading.arrays import Framework
@@ -275,12 +276,9 @@ def _is_whole(segments: Sequence[Segment]) -> bool:
 
 
 def _raise_run(store: Store, name: str) -> None:
-    try:
-        store.head(f"{name}/{RUN}")
-    except NotFound:
-        return
-    where = f"{store.url.rstrip('/')}/{name}"
-    raise ConfigError(f"{where}: expected RUN/KEY or a stored object, got a run. Append a key: hsx ls lists them")
+    if exists(store, f"{name}/{RUN}"):
+        where = f"{store.url.rstrip('/')}/{name}"
+        raise ConfigError(f"{where}: expected RUN/KEY or a stored object, got a run. Append a key: hsx ls lists them")
 
 
 def _part(store: Store, name: str) -> Part | None:

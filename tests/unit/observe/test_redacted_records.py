@@ -184,6 +184,15 @@ record = {log}.makeRecord({log}.name, 40, "f", 1, "a stack", (), None, sinfo=f"S
     assert "\nStack of https://h/x" in shown
 
 
+@pytest.mark.parametrize("template", ["sent Bearer %s", "{'password': '%s'}", "sk-%s", "%(to)s has sk-%(key)s"])
+def test_an_argument_that_only_the_message_names_as_a_credential_is_in_no_field(template: str) -> None:
+    arguments = '{"to": "h", "key": url}' if "(" in template else "url"
+    program = f"{SEEN}\nlibrary.error({template!r}, {arguments})\n"
+    shown = output(program, "INFO", SECRET + "AndSome")
+    assert "'args': None" in shown
+    assert SECRET not in shown
+
+
 def test_a_record_with_wrong_arguments_is_shown_redacted() -> None:
     program = f"""{SEEN}
 class Broken:

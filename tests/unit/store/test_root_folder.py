@@ -118,7 +118,7 @@ def test_a_mount_that_is_back_before_the_check_hides_no_object(
     mount: Mount, monkeypatch: pytest.MonkeyPatch, use: str, leaves: bool
 ) -> None:
     """The mount is gone during any one system call, and back before the next."""
-    found: list[Any] = []
+    found, faults = list[Any](), list[int]()
     for which in range(20):
         goes = iter([False] * which + [True])
 
@@ -126,6 +126,7 @@ def test_a_mount_that_is_back_before_the_check_hides_no_object(
             def run(*args: Any, **kwargs: Any) -> Any:
                 if not next(goes, False):
                     return call(*args, **kwargs)
+                faults.append(1)
                 with mount.gone(leaves=leaves):
                     return call(*args, **kwargs)
 
@@ -141,6 +142,7 @@ def test_a_mount_that_is_back_before_the_check_hides_no_object(
     expected = USES[use](store)
     assert found
     assert all(answer == expected for answer in found)
+    assert 2 <= len(faults) < 20  # each call had its fault
 
 
 def test_an_object_that_is_stored_while_the_mount_goes_is_stored_again(
