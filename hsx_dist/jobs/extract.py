@@ -93,6 +93,11 @@ def extract(
 
     if isinstance(prompts, (str, bytes, Mapping)):
         raise ConfigError(f"prompts: expected a list of prompts, got one {type(prompts).__name__}. Pass [prompt]")
+    if hasattr(prompts, "columns"):  # iterating over a table gives the columns, or their names
+        raise ConfigError(
+            f"prompts: expected a list of prompts, got a table ({type(prompts).__name__}). "
+            "Pass its rows, e.g. df.to_dict('records') or table.to_pylist()"
+        )
     if layers is None and settings.get("capture") is None:
         layers = "all"
     if layers is not None:

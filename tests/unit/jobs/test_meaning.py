@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
+import pyarrow as pa
 import pytest
 
 from hsx_dist.config import ExtractConfig, load_config
@@ -155,6 +157,17 @@ def test_one_prompt_is_not_a_list(prompts: Any, tmp_path: Path) -> None:
     """The characters of a text would be prompts."""
     with pytest.raises(ConfigError, match=r"expected a list of prompts, got one (str|bytes|dict)\. Pass \[prompt\]"):
         extract(prompts, model="m", output=tmp_path / "run")
+
+
+def test_a_table_is_not_a_list(tmp_path: Path) -> None:
+    """A loop over a pandas data frame gives the names of its columns, and one over an Arrow table its columns."""
+    rows = {"text": ["Hello."]}
+    for table in (pd.DataFrame(rows), pa.table(rows)):
+        with pytest.raises(
+            ConfigError, match=r"expected a list of prompts, got a table \((DataFrame|Table)\)\. Pass its"
+        ):
+            extract(table, model="m", output=tmp_path / "run")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
