@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hsx_dist.errors import EngineError
 from hsx_dist.jobs.kit.process import child
+from tests.harness.http_server import Answers
 from tests.harness.processes import free_ports, http_status
 from tests.integration.test_connector_bare import engine_arguments
 
@@ -54,49 +55,34 @@ class HangingStore(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
+class Handler(Answers):
     def do_PUT(self) -> None:
         assert isinstance(self.server, HangingStore)
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.received()
         if "/probe-" in self.path:
             self._probe(body)
             return
         self.server.go.wait()
         self.server.puts += 1
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.send_header("ETag", '"0"')
-        self.end_headers()
+        self.answer_object(200)
 
-    do_DELETE = do_PUT  # noqa: N815
+    do_DELETE = do_PUT
 
     def do_GET(self) -> None:
         assert isinstance(self.server, HangingStore)
-        self._answer(200, self.server.probes[urlsplit(self.path).path])
+        self.answer_object(200, self.server.probes[urlsplit(self.path).path])
 
     def _probe(self, body: bytes) -> None:
         assert isinstance(self.server, HangingStore)
         name = urlsplit(self.path).path
         if self.command == "DELETE":
             self.server.probes.pop(name, None)
-            self._answer(204)
+            self.answer_object(204)
         elif name in self.server.probes:
-            self._answer(412, b"<Error><Code>PreconditionFailed</Code><Message>it exists</Message></Error>")
+            self.answer_object(412, b"<Error><Code>PreconditionFailed</Code><Message>it exists</Message></Error>")
         else:
             self.server.probes[name] = body
-            self._answer(200)
-
-    def _answer(self, status: int, body: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", '"0"')
-        self.send_header("Last-Modified", "Wed, 25 Nov 2026 12:00:00 GMT")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None: ...
+            self.answer_object(200)
 
 
 IN_FLIGHT = 160 << 20

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
 
 from hsx_dist.errors import ConfigError, Denied, StoreError
 from hsx_dist.store import open_store
 from tests.harness.discard import Answer, discard_server
+from tests.harness.http_server import Answers, served
 
 _SIGNED = re.compile(r"Credential=(?P<key>[^/]+)/\d{8}/(?P<region>[^/]+)/s3/")
 _STS = """<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Credentials>
@@ -47,13 +46,10 @@ def issuer():
     """Replaces the cloud services that issue credentials: container, instance, STS."""
     temporary = {"Token": "role-token", "Expiration": "2099-01-01T00:00:00Z", "Code": "Success", "Type": "AWS-HMAC"}
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Answers):
         def _say(self, text: str) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(text)))
-            self.send_header("Content-Type", "text/xml" if text.startswith("<") else "application/json")
-            self.end_headers()
-            self.wfile.write(text.encode())
+            kind = "text/xml" if text.startswith("<") else "application/json"
+            self.answer(200, text.encode(), Content_Type=kind)
 
         def do_GET(self):
             if self.path.rstrip("/").endswith("security-credentials"):
@@ -67,18 +63,11 @@ def issuer():
             self._say("imds-token")
 
         def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
+            self.received()
             self._say(_STS)
 
-        def log_message(self, *args): ...
-
-    service = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=service.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{service.server_address[1]}"
-    service.shutdown()
-    thread.join()
-    service.server_close()
+    with served(Handler) as url:
+        yield url
 
 
 def environment(patch, server, issuer, tmp_path):

@@ -6,6 +6,7 @@ import tracemalloc
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.store.opening import Backend
 from hsx_dist.testing.store_suite import StoreSuite
+from tests.harness.http_server import Answers, served
 from tests.harness.servers import S3Server, seaweedfs
 from tests.harness.traced_memory import trace_memory
 from tests.integration.relay import Strike, relay
@@ -267,36 +269,15 @@ def _shows_no_secret(error: BaseException, s3: S3Server, *others: str) -> None:
         at = at.__cause__
 
 
-class _answering:  # noqa: N801
-    """An HTTP server on loopback that answers PUTs with the given statuses."""
+def _answering(statuses: Iterator[int]) -> AbstractContextManager[str]:
+    """Serve an HTTP server that answers PUTs with the given statuses."""
 
-    def __init__(self, statuses: Iterator[int]):
-        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+    class Handler(Answers):
+        def do_PUT(self) -> None:
+            self.received()
+            status = next(statuses)
+            code = {200: "", 400: "ExpiredToken", 503: "SlowDown"}[status]
+            body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode() if code else b""
+            self.answer_object(status, body)
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"  # HTTP/1.1 servers answer Expect: 100-continue
-
-            def do_PUT(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                status = next(statuses)
-                code = {200: "", 400: "ExpiredToken", 503: "SlowDown"}[status]
-                body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode() if code else b""
-                self.send_response(status)
-                self.send_header("ETag", '"x"')
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args: object) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever)
-
-    def __enter__(self) -> str:
-        self._thread.start()
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __exit__(self, *exc: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    return served(Handler)

@@ -23,6 +23,7 @@ from hsx_dist.inputs.rows import read_rows
 from hsx_dist.store.bounded_response import BoundedResponse
 from hsx_dist.store.opening import open_store
 from hsx_dist.store.web_answers import bounding_answers
+from tests.harness.http_server import Answers
 
 PLAIN = b'{"text": "a"}\n' * 1000
 GZIP = gzip.compress(PLAIN)
@@ -41,12 +42,8 @@ class _Server(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(Answers):
     server: _Server
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         self.server.accepted.add(self.headers["Accept-Encoding"])

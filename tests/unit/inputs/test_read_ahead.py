@@ -10,7 +10,7 @@ import threading
 import zipfile
 from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from hsx_dist.errors import FormatError
 from hsx_dist.inputs import allowance, read_ahead
 from hsx_dist.inputs.read_ahead import fetched_bytes, limit_read_ahead
 from hsx_dist.inputs.rows import read_rows
+from tests.harness.http_server import Answers, served
 
 #: An entry of an Arrow file's footer: a batch's offset, and the lengths of its metadata and body.
 _BLOCK = struct.Struct("<qi4xq")
@@ -42,32 +43,20 @@ class _Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/{name}"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Answers):
     server: _Server
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: object) -> None:
-        pass
 
     def do_HEAD(self) -> None:
-        self._head(200, 0, len(self.server.body))
+        self.answer(200, self.server.body, Accept_Ranges="bytes")
 
     def do_GET(self) -> None:
         body = self.server.body
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"])
         assert asked is not None
         start, end = int(asked[1]), min(int(asked[2]) + 1, len(body))
-        self._head(206, start, end)
         self.server.sent.append(end - start)
-        self.wfile.write(body[start:end])
-
-    def _head(self, status: int, start: int, end: int) -> None:
-        self.send_response(status)
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(end - start))
-        if status == 206:
-            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(self.server.body)}")
-        self.end_headers()
+        part = f"bytes {start}-{end - 1}/{len(body)}"
+        self.answer(206, body[start:end], Accept_Ranges="bytes", Content_Range=part)
 
 
 @pytest.fixture(autouse=True)
@@ -114,10 +103,8 @@ def test_a_small_table_of_a_server_without_ranges_is_read(
     table = pa.table({"text": [f"{i}" * 1000 for i in range(1000)]})
     write: Any = feather.write_feather if name.endswith("arrow") else pq.write_table
     write(table, str(tmp_path / name), compression="uncompressed" if name.endswith("arrow") else "none")
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert _read(f"http://127.0.0.1:{server.server_port}/{name}") == 1000
-        server.shutdown()
+    with served(partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as url:
+        assert _read(f"{url}/{name}") == 1000
 
 
 @pytest.mark.parametrize("jump", [False, True])

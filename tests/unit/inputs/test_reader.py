@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import http.server
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -28,6 +26,7 @@ from hsx_dist.errors import ConfigError, FormatError, Unavailable
 from hsx_dist.inputs import reader_child, tables
 from hsx_dist.inputs.records import RecordBatch
 from hsx_dist.inputs.rows import Row, read_rows, rows_from
+from tests.harness.http_server import Answers, served
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc, and a limit of memory")
 
@@ -187,37 +186,21 @@ def failing_server() -> Iterator[str]:
     """Serves the first quarter of a file of 20 MB."""
     data = b'{"text":"a row"}\n' * (20_000_000 // 17)
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
+    class Handler(Answers):
         def do_HEAD(self) -> None:
-            self._answer(200, len(data))
+            self.answer(200, data, Accept_Ranges="bytes")
 
         def do_GET(self) -> None:
             first, last = self.headers["Range"].removeprefix("bytes=").split("-") if "Range" in self.headers else (0, 0)
             first, end = int(first), min(int(last or len(data)) + 1, len(data))
             if first > 5_000_000:
-                self._answer(503, 0)
+                self.answer(503, Accept_Ranges="bytes")
                 return
-            self._answer(206, end - first, f"bytes {first}-{end - 1}/{len(data)}")
-            self.wfile.write(data[first:end])
+            part = f"bytes {first}-{end - 1}/{len(data)}"
+            self.answer(206, data[first:end], Accept_Ranges="bytes", Content_Range=part)
 
-        def _answer(self, status: int, length: int, part: str | None = None) -> None:
-            self.send_response(status)
-            self.send_header("Accept-Ranges", "bytes")
-            self.send_header("Content-Length", str(length))
-            if part:
-                self.send_header("Content-Range", part)
-            self.end_headers()
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with served(Handler) as url:
+        yield url
 
 
 def test_a_server_that_fails_is_unavailable_and_its_signed_url_is_not_shown(failing_server: str) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError
 from hsx_dist.inputs.rows import read_rows
 from hsx_dist.inputs.web import check_web_file
+from tests.harness.http_server import served
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -28,10 +28,8 @@ def url(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("a row\n")
     (tmp_path / "list.xml").write_text("<ListBucketResult/>\n")
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, directory=str(tmp_path))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with served(partial(_Handler, directory=str(tmp_path))) as url:
+        yield url
 
 
 @pytest.mark.parametrize("form", ["auto", "text"])

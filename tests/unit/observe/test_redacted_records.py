@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.harness.http_server import Answers, served
 
 SECRET = "hunter2NotToBeSeen9"
 
@@ -26,34 +25,24 @@ url = sys.argv[2]
 """
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(Answers):
     """A hub that answers requests of a file with a redirect to a signed URL."""
 
     def do_GET(self) -> None:
-        signed = self.path.startswith("/cdn")
-        self.send_response(200 if signed else 302)
-        if not signed:
-            to = f"http://localhost:{self.server.server_port}/cdn/x?X-Amz-Signature={SECRET}"  # type: ignore[attr-defined]
-            facts = {"Location": to, "X-Repo-Commit": "a" * 40, "X-Linked-Etag": f'"{"b" * 64}"', "X-Linked-Size": "2"}
-            for name, value in facts.items():
-                self.send_header(name, value)
-        self.send_header("Content-Length", "2" if signed else "0")
-        self.end_headers()
-        if signed and self.command == "GET":
-            self.wfile.write(b"{}")
+        if self.path.startswith("/cdn"):
+            self.answer(200, b"{}")
+        else:
+            to = f"http://localhost:{self.headers['Host'].rpartition(':')[2]}/cdn/x?X-Amz-Signature={SECRET}"
+            facts = {"X_Repo_Commit": "a" * 40, "X_Linked_Etag": f'"{"b" * 64}"', "X_Linked_Size": "2"}
+            self.answer(302, Location=to, **facts)
 
-    do_HEAD = do_GET  # noqa: N815
-
-    def log_message(self, *_: Any) -> None: ...
+    do_HEAD = do_GET
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield server.server_port
-    server.shutdown()
-    server.server_close()
+    with served(Hub) as url:
+        yield int(url.rpartition(":")[2])
 
 
 def output(program: str, level: str, url: str = "", **environment: str) -> str:

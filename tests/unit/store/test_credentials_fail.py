@@ -6,9 +6,7 @@ import json
 import os
 import shlex
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import gcsfs
@@ -25,6 +23,7 @@ from hsx_dist.store import Store, open_store
 from hsx_dist.store.faults import Redactor, after_renewal, translate
 from hsx_dist.store.obstore_options import GcsfsCredentials
 from hsx_dist.store.opening import Backend
+from tests.harness.http_server import Answers, served
 
 _LOOK_UP = """
 import datetime, json
@@ -38,61 +37,46 @@ _CREDENTIALS = json.dumps(
 ).encode()
 
 
-class Service(BaseHTTPRequestHandler):
+class Service(Answers):
     """S3 with an object for every name but "absent", and STS, which answers every request with ``sts`` and ``code``.
 
     ``agent``: the status of a container's and an instance's service for credentials.
     """
 
-    protocol_version = "HTTP/1.1"
     sts, code = 404, "NoSuchEntity"
     expired = False
     agent = 200
 
     def do_PUT(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"] or 0))
-        self._answer(self.agent, b"a token")
+        self.received()
+        self.answer(self.agent, b"a token")
 
     def do_HEAD(self) -> None:
-        self._answer(404 if self.path.endswith("absent") else 200)
+        self.answer_object(404 if self.path.endswith("absent") else 200)
 
     def do_GET(self) -> None:
         if self.path.endswith("/security-credentials/"):
-            return self._answer(self.agent, b"role")
+            return self.answer(self.agent, b"role")
         if self.path.endswith(("/agent", "/role")):
-            return self._answer(self.agent, _CREDENTIALS)
-        return self._answer(400, b"<Error><Code>ExpiredToken</Code></Error>") if self.expired else self.do_HEAD()
+            return self.answer(self.agent, _CREDENTIALS)
+        return self.answer(400, b"<Error><Code>ExpiredToken</Code></Error>") if self.expired else self.do_HEAD()
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer(self.sts, f"<ErrorResponse><Error><Code>{self.code}</Code></Error></ErrorResponse>".encode())
-
-    def _answer(self, status: int, body: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("ETag", '"e"')
-        self.send_header("Last-Modified", "Wed, 01 Jan 2025 00:00:00 GMT")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None: ...
+        self.received()
+        self.answer(self.sts, f"<ErrorResponse><Error><Code>{self.code}</Code></Error></ErrorResponse>".encode())
 
 
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-    yield
-    server.shutdown()
-    server.server_close()
+    with served(Service) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        yield
 
 
 def _program(tmp_path: Path) -> Path:

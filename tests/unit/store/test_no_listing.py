@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -18,6 +16,7 @@ from hsx_dist.store import Store, open_store
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.store.opening import Backend
+from tests.harness.http_server import Answers, entry, listing, s3_options, served
 
 PAGE = b"<html><body>maintenance</body></html>"
 ILL_FORMED = b"<!DOCTYPE html><html><body>maintenance<br></body></html>"
@@ -25,7 +24,7 @@ EMPTY = b"<ListBucketResult><Name>b</Name><IsTruncated>false</IsTruncated></List
 ERROR = b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>'
 
 
-class Bucket(BaseHTTPRequestHandler):
+class Bucket(Answers):
     """Lists ``names`` as S3 does, or as GCS does. The answers in ``first`` come first: a body, or ``None`` to list."""
 
     names: tuple[str, ...] = ()
@@ -35,11 +34,8 @@ class Bucket(BaseHTTPRequestHandler):
         asked = {name: value[0] for name, value in parse_qs(urlsplit(self.path).query).items()}
         special = self.first.pop(0) if self.first else None
         body = special if special is not None else (self.s3 if "list-type" in asked else self.gcs)(asked)
-        self.send_response(404 if body == b"404" else 200)
-        self.send_header("Content-Type", "application/json" if body[:1] == b"{" else "application/xml")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        kind = "application/json" if body[:1] == b"{" else "application/xml"
+        self.answer(404 if body == b"404" else 200, body, Content_Type=kind)
 
     def do_HEAD(self) -> None:
         self.send_error(404)
@@ -49,13 +45,8 @@ class Bucket(BaseHTTPRequestHandler):
         names = [n for n in self.names if n.startswith(asked.get("prefix", "")) and n > start]
         page = names[: int(asked.get("max-keys", 1000))]
         more = f"<NextContinuationToken>{page[-1]}</NextContinuationToken>" if page != names else ""
-        entries = "".join(
-            f"<Contents><Key>{n}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
-            f"<Size>{int(not n.endswith('/'))}</Size></Contents>"
-            for n in page
-        )
-        said = f"<Name>b</Name><IsTruncated>{str(page != names).lower()}</IsTruncated>{more}{entries}"
-        return f'<?xml version="1.0"?><ListBucketResult>{said}</ListBucketResult>'.encode()
+        said = f"<IsTruncated>{str(page != names).lower()}</IsTruncated>{more}"
+        return listing((entry(n, int(not n.endswith("/"))) for n in page), said)
 
     def gcs(self, asked: dict[str, str]) -> bytes:
         names = [n for n in self.names if n.startswith(asked.get("prefix", "")) and n >= asked.get("startOffset", "")]
@@ -66,24 +57,18 @@ class Bucket(BaseHTTPRequestHandler):
         }
         return json.dumps(page | ({"nextPageToken": str(start + 2)} if names[start + 2 :] else {})).encode()
 
-    def log_message(self, *_: Any) -> None: ...
-
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(Bucket, "names", ("r/a", "r/b", "r/c/d"))
     monkeypatch.setattr(Bucket, "first", [])
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with served(Bucket) as url:
+        yield url
 
 
 def s3(url: str, backend: Backend) -> Store:
     once = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
-    options = {"key": "k", "secret": "s", "endpoint_url": url, **once}
-    return open_store("s3://b/r", options, backend=backend, retry_seconds=0)
+    return open_store("s3://b/r", s3_options(url) | once, backend=backend, retry_seconds=0)
 
 
 def names(store: Store, after: str | None = None) -> list[str]:

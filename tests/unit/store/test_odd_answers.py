@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,12 +14,13 @@ from hsx_dist.store.base import Conditional, stated_size
 from hsx_dist.store.opening import Backend
 from hsx_dist.store.upload_answers import require_stored
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.http_server import Answers, listing, s3_options, served
 
 
-class Odd(BaseHTTPRequestHandler):
-    """Answers HEAD without size and ETag, and lists one object with ``entry`` as its members."""
+class Odd(Answers):
+    """Answers HEAD without size and ETag, and lists one object with ``members``."""
 
-    entry = ""
+    members = ""
 
     def do_HEAD(self) -> None:
         self.send_response(200)
@@ -29,35 +28,14 @@ class Odd(BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_GET(self) -> None:
-        answer = (
-            '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>b</Name>'
-            f"<IsTruncated>false</IsTruncated><Contents><LastModified>2025-01-01T00:00:00.000Z</LastModified>{self.entry}"
-            "</Contents></ListBucketResult>"
-        ).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-@contextmanager
-def _served(handler: type[BaseHTTPRequestHandler]) -> Iterator[dict[str, str]]:
-    """Serve the ``handler``. Yields the options of its store."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
-    finally:
-        server.shutdown()
-        server.server_close()
+        date = "<LastModified>2025-01-01T00:00:00.000Z</LastModified>"
+        self.answer(200, listing([f"<Contents>{date}{self.members}</Contents>"]))
 
 
 @pytest.fixture
 def options() -> Iterator[dict[str, str]]:
-    with _served(Odd) as options:
-        yield options
+    with served(Odd) as url:
+        yield s3_options(url)
 
 
 def _version(store: Store) -> str:
@@ -67,7 +45,7 @@ def _version(store: Store) -> str:
 
 @pytest.mark.parametrize("backend", ["obstore", "fsspec"])
 @pytest.mark.parametrize(
-    ("entry", "call"),
+    ("members", "call"),
     [
         ("", lambda store: store.head("a")),
         ("<Key>r/a</Key>", lambda store: list(store.list())),
@@ -78,37 +56,33 @@ def _version(store: Store) -> str:
     ],
 )
 def test_an_odd_answer_is_a_store_error(
-    options: dict[str, str], monkeypatch: pytest.MonkeyPatch, backend: Backend, entry: str, call: Callable[[Store], Any]
+    options: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Backend,
+    members: str,
+    call: Callable[[Store], Any],
 ) -> None:
-    monkeypatch.setattr(Odd, "entry", entry)
+    monkeypatch.setattr(Odd, "members", members)
     with pytest.raises(StoreError, match="conditional deletes" if call is _version else "a: |list ") as told:
         call(open_store("s3://b/r", options, backend=backend, retry_seconds=0))
     assert not told.value.retryable
 
 
-class Unproven(BaseHTTPRequestHandler):
+class Unproven(Answers):
     """Answers every request with ``status`` and ``body``, as a page to log in does. Begins uploads in pieces."""
 
-    protocol_version = "HTTP/1.1"
     status, body = 200, b""
     begun = b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>"
 
     def do_GET(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.received()
         body = self.begun if self.path.endswith("?uploads") else self.body
-        self.send_response(self.status)
-        if "partNumber=" in self.path:
-            self.send_header("ETag", '"e"')
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(b"" if self.command == "HEAD" else body)
+        self.answer(self.status, body, **({"ETag": '"e"'} if "partNumber=" in self.path else {}))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("do_"):
             return self.do_GET
         raise AttributeError(name)
-
-    def log_message(self, *_: Any) -> None: ...
 
 
 @pytest.mark.parametrize("backend", ["obstore", "fsspec"])
@@ -137,8 +111,8 @@ def test_an_answer_that_states_no_object_is_a_failed_upload(
     monkeypatch.setattr(Unproven, "status", status)
     monkeypatch.setattr(Unproven, "body", body)
     once = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
-    with _served(Unproven) as options, pytest.raises(StoreError, match=r"put.* s3://b/r/a: ") as told:
-        call(open_store("s3://b/r", {**options, **once}, backend=backend, retry_seconds=0))
+    with served(Unproven) as url, pytest.raises(StoreError, match=r"put.* s3://b/r/a: ") as told:
+        call(open_store("s3://b/r", s3_options(url) | once, backend=backend, retry_seconds=0))
     assert told.value.retryable or (backend == "fsspec" and b"InvalidArgument" in body)
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -18,61 +15,37 @@ from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.store.opening import Backend
 from hsx_dist.store.pages import in_order, put_in_order, without_markers
+from tests.harness.http_server import Answers, entry, listing, s3_options, served
 
 
-class Bucket(BaseHTTPRequestHandler):
+class Bucket(Answers):
     """The bucket ``b`` of a service of S3. It stores each key as written, and lists by name."""
 
-    protocol_version = "HTTP/1.1"  # botocore waits for "100 Continue"
     keys: dict[str, bytes] = {}  # noqa: RUF012
     ignores_prefixes = False
 
     def do_PUT(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.keys[self._key()] = body
-        self._answer(200)
+        self.keys[self._key()] = self.received()
+        self.answer_object(200)
 
     def do_HEAD(self) -> None:
         found = self.keys.get(self._key())
-        self._answer(404 if found is None else 200, found or b"")
+        self.answer_object(404 if found is None else 200, found or b"")
 
     def do_GET(self) -> None:
         prefix = parse_qs(urlsplit(self.path).query).get("prefix", [""])[0]
         found = [key for key in sorted(self.keys) if self.ignores_prefixes or key.startswith(prefix)]
-        entries = "".join(
-            f"<Contents><Key>{key}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
-            f"<Size>{len(self.keys[key])}</Size></Contents>"
-            for key in found
-        )
-        self._answer(
-            200,
-            '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
-            f"<IsTruncated>false</IsTruncated>{entries}<Name>b</Name></ListBucketResult>".encode(),
-        )
+        self.answer(200, listing(entry(key, len(self.keys[key])) for key in found))
 
     def _key(self) -> str:
         return unquote(urlsplit(self.path).path).removeprefix("/b/")
-
-    def _answer(self, status: int, body: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("ETag", '"1"')
-        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None: ...
 
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     monkeypatch.setattr(Bucket, "keys", {})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
-    server.shutdown()
-    server.server_close()
+    with served(Bucket) as url:
+        yield s3_options(url)
 
 
 def _inner(store: Store) -> Store:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -13,12 +10,13 @@ import pytest
 from hsx_dist.errors import StoreError
 from hsx_dist.store import open_store
 from hsx_dist.store.opening import Backend
+from tests.harness.http_server import Answers, entry, listing, s3_options, served
 
 NAMES = [f"r/data/{i}" for i in range(5)]
 SILENT = ("silent", "token alone")
 
 
-class Bucket(BaseHTTPRequestHandler):
+class Bucket(Answers):
     """Lists ``NAMES`` as S3 does, in pages of two, or in a way that some stores list."""
 
     way = "version 2"
@@ -43,32 +41,16 @@ class Bucket(BaseHTTPRequestHandler):
         }[self.way]
         truncated = stop < len(names)
         said = f"<IsTruncated>{str(truncated).lower()}</IsTruncated>" if self.way not in SILENT else ""
-        entries = "".join(
-            f"<Contents><Key>{name}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified><Size>1</Size></Contents>"
-            for name in (names[:2] if self.way == "page instead of another" and start == 2 else names[start:stop])
-        )
-        answer = (
-            '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
-            f"{said}{following if truncated else ''}{entries}"
-            "<Name>b</Name></ListBucketResult>"
-        ).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/xml")
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_: Any) -> None: ...
+        page = names[:2] if self.way == "page instead of another" and start == 2 else names[start:stop]
+        answer = listing(map(entry, page), f"{said}{following if truncated else ''}")
+        self.answer(200, answer, Content_Type="application/xml")
 
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     monkeypatch.setattr(Bucket, "requests", 0)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
-    server.shutdown()
-    server.server_close()
+    with served(Bucket) as url:
+        yield s3_options(url)
 
 
 @pytest.mark.parametrize("backend", ["obstore", "fsspec"])
