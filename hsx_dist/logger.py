@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -66,15 +67,15 @@ def hide_exception(record: logging.LogRecord) -> None:
     """Replace a record's exception and stack by redacted text.
 
     Formatters print ``exc_text`` in place of the exception, some only if there is one. Handlers that send records
-    elsewhere read the exception: they get its text without its frames.
+    elsewhere, and some formatters, read the exception: theirs has the redacted traceback as its text, and no frames.
     """
     raised, record.exc_info = record.exc_info, None
     if record.exc_text:
         record.exc_text = printable_lines(redacted(record.exc_text))
     elif isinstance(raised, tuple):  # a library may give another value to ``makeRecord``
         record.exc_text = shown_traceback(raised)
-        if (error := raised[1]) is not None:
-            record.exc_info = (Exception, Exception(f"{type(error).__name__}: {bounded(error)}"), None)
+        if raised[1] is not None:
+            record.exc_info = (Exception, Exception(record.exc_text), None)
     if record.stack_info:
         record.stack_info = printable_lines(redacted(record.stack_info))
 
@@ -97,7 +98,7 @@ def redacted_argument(value: Any) -> Any:
 
 
 def _escaped(value: Any) -> Any:
-    return _Shown(value, lambda shown: bounded(shown, MAX_ARGUMENT))
+    return _Shown(value, partial(bounded, limit=MAX_ARGUMENT))
 
 
 class Escaping(logging.Filter):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import threading
 import time
 from collections import OrderedDict
@@ -30,12 +29,10 @@ OFTEN = 10
 WINDOW_S = 60.0
 #: Characters of an unformatted message that are compared.
 _TEMPLATE = 200
-#: The place of an argument in a template.
-_PLACE = re.compile(r"%(?:\([^)]*\))?[-#0 +]*[\d*]*(?:\.[\d*]+)?([a-z])", re.IGNORECASE)
-#: In a template, a text in place of an argument. Behind a word such as ``Bearer`` it is taken for a token.
-_TOKEN = "x1" * 10
 #: Environment variable that child processes inherit from a process that redacts its records.
 _REDACTS = "HSX_REDACTS_RECORDS"
+#: Has ``formats``: whether this thread formats a message.
+_thread = threading.local()
 
 
 class Structured(logging.Formatter):
@@ -76,7 +73,7 @@ class NotSoOften(logging.Filter):
         self._seen: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        kind = record.name, str(record.msg)[:_TEMPLATE]
+        kind = record.name, str(getattr(record, "_template", record.msg))[:_TEMPLATE]
         with self._lock:
             now = self._clock()
             since, count = self._seen.get(kind, (now, 0))
@@ -154,20 +151,41 @@ def redact_records() -> None:
 def _hide_message(record: logging.LogRecord) -> None:
     """Redact a library's message and its arguments, which handlers read too.
 
-    The whole message takes their place if its class has another format than ``%``, or if its template seems to have a
-    credential: redacted, the template might lose a ``%s``.
+    A record without a credential stays as it is: formatters, such as uvicorn's, unpack the arguments. If arguments have
+    one, each is redacted alone. If that does not hide it, the redacted message takes the place of the template and its
+    arguments. It also does so for a mapping with a credential, and for a class with another format than ``%``.
     """
-    own = type(record).getMessage is not logging.LogRecord.getMessage
+    message, kept = _message(record)
+    shown = redact_text(message)
+    if kept and shown == message:
+        return
+    with suppress(Exception):  # for ``NotSoOften``: a text of a caller may have a credential, a hash has none
+        record._template = hash(str(record.msg)[:_TEMPLATE])
+    record.msg, record.args = shown, ()
+
+
+def _message(record: logging.LogRecord) -> tuple[str, bool]:
+    """Return a library's message, and whether the record may keep its template and its arguments, which are redacted.
+
+    Arguments are redacted before they are formatted, because a template may cut them.
+    """
+    if getattr(_thread, "formats", False):  # an argument logs while it is formatted, perhaps itself
+        return record.msg if isinstance(record.msg, str) else "a message that is not formatted", False
+    args, own = record.args, type(record).getMessage is not logging.LogRecord.getMessage
+    _thread.formats = True
     try:
-        if record.args and not own:
-            template = _PLACE.sub(lambda found: "0" if found[1] in "dif" else _TOKEN, str(record.msg))
-            if redact_text(template) == template:
+        with suppress(Exception):  # any code of a library
+            clean = not args or redact_text(text := repr(args)) == text
+            if not clean:
                 hide_arguments(record, redacted_argument)
-                return
-        record.msg = redact_text(record.getMessage())
-    except Exception:  # noqa: BLE001 - any code of a library
-        record.msg = "a message that cannot be formatted"
-    record.args = None
+            return record.getMessage(), not own and (clean or isinstance(args, tuple))
+        record.args = args  # redacted, they do not fit
+        for form in (record.getMessage, lambda: f"{record.msg!r} with wrong arguments {args!r}"):
+            with suppress(Exception):
+                return form(), False
+        return "a message that cannot be formatted", False
+    finally:
+        _thread.formats = False
 
 
 def redact_like_parent() -> None:
