@@ -15,6 +15,7 @@ from hsx_dist.config.redaction import redact_text
 from hsx_dist.errors import HsxError, is_error
 from hsx_dist.logger import get_logger
 from hsx_dist.new_process import begin_process
+from hsx_dist.text import shown_error, text_of
 
 log = get_logger(__name__)
 
@@ -63,6 +64,6 @@ def redacted_errors() -> Iterator[None]:
         if not is_error(e):
             raise
         log.warning("an error ends a call of Ray", exc_info=True)
-        named = "" if isinstance(e, HsxError) else f"{type(e).__name__}: "
+        told = text_of(e) if isinstance(e, HsxError) else shown_error(e)
         kind = next((c for c in type(e).__mro__ if c.__module__ == errors.__name__), HsxError)
-        raise kind(named + redact_text(str(e))).with_traceback(e.__traceback__) from None
+        raise kind(redact_text(told)).with_traceback(e.__traceback__) from None

@@ -10,7 +10,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from numbers import Integral, Real
 from typing import Any
@@ -20,6 +20,8 @@ MAX_REASON = 1000
 #: Limit in characters of any text that is shown. A stored object's text may have megabytes, and ten times as many where
 #: each character is escaped.
 MAX_SHOWN = 1 << 16
+#: ``head`` hides a credential of at most this many characters.
+_BEYOND = 1 << 10
 
 
 def printable(text: object, limit: int = MAX_SHOWN) -> str:
@@ -66,20 +68,45 @@ def redacted(text: str) -> str:
     return _redactor()(text)
 
 
+def text_of(value: object) -> str:
+    """Return ``str(value)``. If its ``__str__`` raises, as that of some errors of libraries does, return its type."""
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 - any code of a library
+        return f"({type(value).__name__} that cannot be shown)"
+
+
+def shown_error(error: BaseException) -> str:
+    """Return the type and the text of an error of any library."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its text, as ``bounded``."""
+    return bounded((shown_error(error).splitlines() or [""])[0], 200)
+
+
 def bounded(text: object, limit: int = MAX_REASON) -> str:
     """Return a reason in the form that is stored and returned: redacted, printable, at most ``limit`` characters.
 
     Redacts before it cuts: half a credential is not recognized.
     """
-    return printable(redacted(str(text)), limit)
+    return printable(redacted(text_of(text)), limit)
 
 
 def head(text: str, limit: int) -> str:
     """Return the first ``limit`` characters of the redacted text, for a message that quotes them.
 
-    Redacts before it cuts, as ``bounded``. The time has a limit for a text of any length.
+    Redacts before it cuts, as ``bounded``. Reads little more than it shows, because messages may quote a text of
+    megabytes very often. A credential that is cut there is among the last ``_BEYOND`` characters, which are left out.
     """
-    return redacted(text)[:limit]
+    seen = text[: limit + 2 * _BEYOND]
+    return (_redacted_once(seen) if len(seen) == len(text) else _redacted_once(seen)[:-_BEYOND])[:limit]
+
+
+@lru_cache(maxsize=64)
+def _redacted_once(text: str) -> str:
+    return redacted(text)
 
 
 def ascii_json(value: Any, *, indent: int | None = None) -> str:

@@ -86,7 +86,7 @@ def redact_text(text: str) -> str:
 def is_shown(text: str) -> bool:
     """Whether redaction hides nothing of ``text``, the text of a setting. An ``@`` in a path is accepted here."""
     if "@" in text:
-        text = _ADDRESS.sub(lambda found: found[0].replace("@", "") if _is_path(found[0]) else found[0], text)
+        text = _ADDRESS.sub(lambda found: found[0].replace("@", "/") if _is_path(found[0]) else found[0], text)
     half = MOST // 2
     pieces = (text[at : at + MOST] for at in range(0, max(len(text) - half, 1), half))
     return all(_hidden(piece) == piece for piece in pieces)

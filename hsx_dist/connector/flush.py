@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from hsx_dist.errors import EngineError
+from hsx_dist.text import shown_error
 
 #: Seconds between two polls of an engine in child processes.
 _PAUSE_S = 0.01
@@ -79,6 +80,6 @@ def _ask(llm: Any) -> int:
         return sum(llm.collective_rpc("hidden_states_pending"))
     except Exception as e:
         raise EngineError(
-            f"expected an answer of HiddenStatesWorkerExtension, got {type(e).__name__}: {e}. Start the engine with "
+            f"expected an answer of HiddenStatesWorkerExtension, got {shown_error(e)}. Start the engine with "
             'worker_extension_cls="hsx_dist.connector.flush.HiddenStatesWorkerExtension"'
         ) from e

@@ -24,7 +24,7 @@ from hsx_dist.connector.worker_params import withhold_from_workers
 from hsx_dist.format.identity import IDENTITY, identity_hash
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES, object_name, token_hash
-from hsx_dist.text import bounded
+from hsx_dist.text import bounded, shown_error
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -109,7 +109,7 @@ class SchedulerHalf:
             return self._admit(request, options)
         except Exception as e:
             log.exception("parameters of request %s cannot be read", options.id)
-            why = bounded(f"the request's parameters cannot be read: {type(e).__name__}: {e}")
+            why = bounded(f"the request's parameters cannot be read: {shown_error(e)}")
             return _refused(options, why)
 
     def _admit(self, request: Request, options: RequestParams) -> _KnownRequest:
@@ -199,7 +199,7 @@ class SchedulerHalf:
             self._next.saves = [s for s in self._next.saves if s.request_id != request.request_id]
             held, answer = False, None
             with suppress(Exception):  # the same values may have caused the first error
-                held, answer = self._skip(known, request, bounded(f"cannot be saved: {type(e).__name__}: {e}"))
+                held, answer = self._skip(known, request, bounded(f"cannot be saved: {shown_error(e)}"))
         if known.claim is not None:
             known.claim.users -= 1
             unused = known.claim.tokens is None and known.claim.users == 0

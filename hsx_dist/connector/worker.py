@@ -20,7 +20,7 @@ from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.format.markers import OBJECT
 from hsx_dist.logger import get_logger
 from hsx_dist.page import Page, object_name, token_hash
-from hsx_dist.text import bounded
+from hsx_dist.text import bounded, shown_error
 
 _R = TypeVar("_R", Expect, Skip)
 
@@ -138,7 +138,7 @@ class WorkerHalf:
             log.exception("hidden states of %s cannot be copied", save.key)
             self._refused.add(save.request_id)
             name = save.name or object_name(save.key) + OBJECT
-            why = bounded(f"the request's states cannot be copied: {type(e).__name__}: {e}")
+            why = bounded(f"the request's states cannot be copied: {shown_error(e)}")
             skip = Skip(
                 save.id or save.request_id, save.key, name, save.owner, why, columns=numbers, of=len(save.columns)
             )

@@ -30,6 +30,7 @@ from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.select import Selection
 from hsx_dist.reading.whole import require_whole
 from hsx_dist.store.output_file import regular_file, writable
+from hsx_dist.text import shown_error
 
 _STATEMENT = "export.json"
 #: Endings of the files of data sets, which ``finish`` may write.
@@ -179,7 +180,7 @@ def exporter_of(name: str) -> type[Exporter]:
             except Exception as e:  # another package's import may raise anything
                 raise ConfigError(
                     f"exporter {name!r}: expected {point.value} of an installed package to be importable, got "
-                    f"{type(e).__name__}: {e}. Repair or update that package"
+                    f"{shown_error(e)}. Repair or update that package"
                 ) from e
     if found is None:
         raise ConfigError(f"exporter: expected one of {', '.join(sorted(EXPORTERS))}, got {name!r}. Choose one of them")

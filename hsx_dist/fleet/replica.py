@@ -24,6 +24,7 @@ from hsx_dist.inputs.rows import Row
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.taps.capture_config import additional_config
+from hsx_dist.text import text_of
 from hsx_dist.transport.local_end import LocalEnd, register, unregister
 from hsx_dist.transport.page_server import PageServer
 from hsx_dist.transport.shipping import Shipped
@@ -120,7 +121,7 @@ class Replica:
     def _raise_if_not_started(self) -> None:
         if self._failure is not None:
             self._close_transport()
-            raise EngineError(f"vLLM did not start: {self._failure}") from self._failure
+            raise EngineError(f"vLLM did not start: {text_of(self._failure)}") from self._failure
 
     # -- called by the owner -------------------------------------------------------------------------------------
 
@@ -351,7 +352,7 @@ class Replica:
             running.future.set_result(running.result)
 
     def _died(self) -> EngineError:
-        return EngineError(f"the engine died: {self._failure}")
+        return EngineError(f"the engine died: {text_of(self._failure)}")
 
     def _end(self, why: BaseException) -> None:
         """Fail all open tasks, and every later one, with the reason."""

@@ -13,7 +13,7 @@ from hsx_dist.inputs.loss_mask import mask_of_spans, spans_of_roles
 from hsx_dist.inputs.rendered import Text, require_rendered, require_texts
 from hsx_dist.inputs.row_values import shown
 from hsx_dist.inputs.rows import Row
-from hsx_dist.text import bounded
+from hsx_dist.text import bounded, first_line
 
 #: Limit of the characters that are rendered to derive one row's loss mask. For the time that a message takes, each
 #: rendered message counts as ``_MESSAGE_COST`` more.
@@ -205,7 +205,7 @@ class RowEncoder:
         except BaseException as e:
             if not is_error(e):
                 raise
-            raise InputError(f"expected text that the tokenizer accepts, got {_error_text(e)}. Correct the row") from e
+            raise InputError(f"expected text that the tokenizer accepts, got {first_line(e)}. Correct the row") from e
 
     def _tokenised(self, text: str, **options: Any) -> Any:
         # Without memory a tokenizer ends its process.
@@ -235,7 +235,7 @@ class RowEncoder:
             if not is_error(e):
                 raise
             raise InputError(
-                f"expected messages that the model's chat template accepts, got {_error_text(e)}. Correct the row, or "
+                f"expected messages that the model's chat template accepts, got {first_line(e)}. Correct the row, or "
                 "chat_template_kwargs"
             ) from e
 
@@ -305,7 +305,3 @@ class RowEncoder:
 
 def _ints(ids: Any) -> list[int]:
     return [int(i) for i in ids]
-
-
-def _error_text(e: BaseException) -> str:
-    return f"{type(e).__name__}: {bounded((str(e).splitlines() or [''])[0], 200)}"

@@ -13,7 +13,7 @@ from hsx_dist.errors import ConfigError, is_error
 from hsx_dist.logger import get_logger
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
 from hsx_dist.reading.arguments import path_text
-from hsx_dist.text import bounded
+from hsx_dist.text import first_line
 
 #: Token ids → their text.
 Decode = Callable[[Sequence[int]], str]
@@ -67,7 +67,7 @@ def load_decoder(source: str) -> Decode:
             raise
         raise ConfigError(
             f"--tokenizer: expected a folder or a repository of the hub with tokenizer.json, got {source!r} "
-            f"({_why(e)}). Check the name and the access to it"
+            f"({first_line(e)}). Check the name and the access to it"
         ) from e
 
     def decode(ids: Sequence[int]) -> str:
@@ -79,15 +79,11 @@ def load_decoder(source: str) -> Decode:
             if not is_error(e):
                 raise
             raise ConfigError(
-                f"--tokenizer: expected a tokenizer that decodes the stored ids, got {_why(e)}. Name the model's own, "
-                "or leave the option out"
+                f"--tokenizer: expected a tokenizer that decodes the stored ids, got {first_line(e)}. Name the model's "
+                "own, or leave the option out"
             ) from e
 
     return decode
-
-
-def _why(error: BaseException) -> str:
-    return f"{type(error).__name__}: {bounded((str(error).splitlines() or [''])[0], 200)}"
 
 
 def _is_builtin(meaning: Any) -> bool:

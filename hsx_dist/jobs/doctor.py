@@ -15,6 +15,7 @@ from hsx_dist.inputs.rows import Row, read_rows
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.cache_share import cache_share
 from hsx_dist.jobs.diagnosis import Diagnosis, machine_limits, probe_store
+from hsx_dist.text import shown_error
 
 #: Number of rows of the input that are checked.
 FIRST_ROWS = 100
@@ -197,7 +198,7 @@ def check_support(config: ExtractConfig, path: str) -> Diagnosis:
             model_class = ModelRegistry.models[architecture].load_model_cls()
         except Exception as e:  # noqa: BLE001 (a model's module may need what is not installed)
             return Diagnosis(
-                "support", "warn", f"vLLM's {architecture} cannot be loaded ({type(e).__name__}: {e}); try --engine"
+                "support", "warn", f"vLLM's {architecture} cannot be loaded ({shown_error(e)}); try --engine"
             )
         if supports_eagle3(model_class):
             return Diagnosis("support", "ok", f"vLLM's {architecture} supports hidden states")

@@ -24,6 +24,7 @@ from hsx_dist.jobs.diagnosis import Diagnosis
 from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.ray_arguments import sendable
+from hsx_dist.text import text_of
 from hsx_dist.working_folder import require_no_settings_of
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def _start(config: ExtractConfig, model: preflight.Model, layers: list[int], fol
     try:
         return LLM(**arguments)
     except Exception as e:
-        raise EngineError(f"vLLM did not start: {e}") from e
+        raise EngineError(f"vLLM did not start: {text_of(e)}") from e
 
 
 def make_prompts(tokenizer: Any, longest: int) -> list[list[int]]:
@@ -240,7 +241,7 @@ def compare(llm: Any, prompts: Sequence[list[int]], states: Sequence[torch.Tenso
     try:
         ours = llm.apply_model(partial(logprobs_of, states=right + wrong, tokens=[*tokens, *tokens]))[0]
     except Exception as e:
-        raise EngineError(f"expected to apply the model's final norm and head to its states, got: {e}") from e
+        raise EngineError(f"expected to apply the model's final norm and head to its states, got: {text_of(e)}") from e
     both = [t for _ in range(2) for t in theirs]
     differences = [[abs(a - b) for a, b in zip(o, t, strict=True)] for o, t in zip(ours, both, strict=True)]
     good = [d for row in differences[: len(prompts)] for d in row]

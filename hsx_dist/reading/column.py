@@ -260,7 +260,7 @@ class PointColumns:
             raise IntegrityError(
                 f"sample {head(self.columns[0].key, 80)!a}: expected the shards of point "
                 f"{first.segment.point!r}, each once "
-                f"and with the same layers, got {[str(x.segment) for x in infos][:4]}"
+                f"and with the same layers, got {[str(x.segment) for x in infos[:4]]}"
             )
         width = sum(x.hidden_size for x in infos)
         heads = width // first.segment.head if first.segment.head else 0

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from hsx_dist.errors import FormatError, NotFound, SampleConsumed, UnknownCodec
+from hsx_dist.format.codecs import CODECS
 from hsx_dist.format.container import Part
 from hsx_dist.text import bounded
 
@@ -27,6 +28,7 @@ MOST_IDS = 1 << 20
 _DAMAGED_S, _MISSING_S = 60.0, 5.0
 #: Limit of the number of kept errors.
 _MOST_ERRORS = 1 << 12
+_Lasting = type[FormatError | NotFound | SampleConsumed]
 
 
 class KeptParts:
@@ -41,8 +43,9 @@ class KeptParts:
         self._kept: OrderedDict[str, Part] = OrderedDict()
         self._nbytes = 0
         self._opening: dict[str, Future[Part]] = {}
-        # Part → the time until which its error counts, and the error without its frames, which hold fetched bytes.
-        self._errors: OrderedDict[str, tuple[float, type[FormatError | NotFound | SampleConsumed], str]] = OrderedDict()
+        # Part → the time until which its error counts, the error without its frames, which hold fetched bytes, and the
+        # number of codecs: the part may need a codec that is registered later.
+        self._errors: OrderedDict[str, tuple[float, _Lasting, str, int]] = OrderedDict()
 
     def get(self, name: str, open_part: Callable[[str], Part]) -> Part:
         """Return the part ``name``, from ``open_part(name)`` if it is not kept. Raise its kept error, if it has one."""
@@ -52,8 +55,8 @@ class KeptParts:
                 self._kept.move_to_end(name)
                 return self._kept[name]
             if name in self._errors:
-                until, error, message = self._errors[name]
-                if self._clock() < until:
+                until, error, message, known = self._errors[name]
+                if self._clock() < until and not (error is UnknownCodec and known != len(CODECS)):
                     raise error(message)
                 del self._errors[name]
             others = self._opening.get(name)
@@ -65,8 +68,7 @@ class KeptParts:
             mine.set_result(open_part(name))
         except BaseException as e:
             mine.set_exception(e)
-            # A codec may be registered at any time.
-            if isinstance(e, FormatError | NotFound | SampleConsumed) and not isinstance(e, UnknownCodec):
+            if isinstance(e, FormatError | NotFound | SampleConsumed):
                 self._keep_error(name, e)
             raise
         finally:
@@ -87,7 +89,7 @@ class KeptParts:
     def _keep_error(self, name: str, error: FormatError | NotFound | SampleConsumed) -> None:
         seconds = _DAMAGED_S if isinstance(error, FormatError) else _MISSING_S
         with self._lock:
-            self._errors[name] = (self._clock() + seconds, type(error), bounded(error))
+            self._errors[name] = self._clock() + seconds, type(error), bounded(error), len(CODECS)
             if len(self._errors) > _MOST_ERRORS:
                 self._errors.popitem(last=False)
 

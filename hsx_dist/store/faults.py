@@ -18,6 +18,7 @@ from hsx_dist.config.secret_names import looks_secret
 from hsx_dist.config.urls import url_secrets
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
 from hsx_dist.store.look_ups import CONNECTION, chain_of, failed_for_now, found_none, names_of
+from hsx_dist.text import shown_error, text_of
 
 _DENIED_CODES = frozenset(
     {
@@ -160,6 +161,13 @@ class Redactor:
         return text
 
 
+def shown_cause(error: BaseException, redact: Callable[[str], str]) -> BaseException | None:
+    """Return the error as the cause that tracebacks show, or None if its text contains a credential."""
+    chain = (e for e in (error, error.__cause__, error.__context__) if e is not None)
+    text = " ".join(f"{shown_error(e)} {text_of(e.args)}" for e in chain)
+    return error if redact(text) == text else None
+
+
 def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -> StoreError:
     """Return the store's error for a back end's ``error``.
 
@@ -268,7 +276,7 @@ def past_the_end(error: BaseException) -> bool:
     if _of_another_service(chain):
         return False
     code, status = _code(chain)
-    of_a_file = _of_obstore(error) and _INVALID_RANGE in str(error)
+    of_a_file = _of_obstore(error) and _INVALID_RANGE in text_of(error)
     return code in ("InvalidRange", "416") or status == 416 or of_a_file
 
 
@@ -276,14 +284,16 @@ def _of_another_service(chain: list[BaseException]) -> bool:
     """Whether a service for credentials answered, not the store."""
     return any(
         (_of_aws(e) and getattr(e, "operation_name", None) not in _S3_OPERATIONS)
-        or (_of_obstore(e) and any(t in str(e) for t in _LOOK_UPS))
+        or (_of_obstore(e) and any(t in text_of(e) for t in _LOOK_UPS))
         for e in chain
     )
 
 
 def _of_the_store(error: BaseException) -> bool:
     """Whether the store itself answered with a 404. Only for errors of no other service."""
-    return _of_aws(error) or type(error).__name__ in _NOT_FOUND or (_of_obstore(error) and _LIST_REQUEST in str(error))
+    return (
+        _of_aws(error) or type(error).__name__ in _NOT_FOUND or (_of_obstore(error) and _LIST_REQUEST in text_of(error))
+    )
 
 
 def _of_another_file(error: BaseException, where: str) -> bool:
@@ -318,7 +328,7 @@ def _of_a_gateway(chain: list[BaseException], where: str) -> bool:
     if any(isinstance(e, json.JSONDecodeError) for e in chain):
         return re.match(r"(?!open )\S+ (gs|gcs)://", where) is not None  # opening a store may read a file in JSON
     return where.startswith(("list", "put")) and any(
-        (_of_obstore(e) and _OTHER_ANSWER.search(str(e))) or (isinstance(e, KeyError) and e.args[:1] in _LACKING)
+        (_of_obstore(e) and _OTHER_ANSWER.search(text_of(e))) or (isinstance(e, KeyError) and e.args[:1] in _LACKING)
         for e in chain
     )
 
@@ -328,18 +338,18 @@ def _of_aws(error: BaseException) -> bool:
 
 
 def _unanswered(chain: list[BaseException], status: int | None) -> bool:
-    return status is None and any(_of_obstore(e) and any(t in str(e) for t in _NO_ANSWER) for e in chain)
+    return status is None and any(_of_obstore(e) and any(t in text_of(e) for t in _NO_ANSWER) for e in chain)
 
 
 def _errno(error: BaseException) -> int | None:
     if isinstance(error, OSError):
         return error.errno
-    found = _ERRNO_IN_TEXT.search(str(error).partition(_RUST)[0]) if _of_obstore(error) else None
+    found = _ERRNO_IN_TEXT.search(text_of(error).partition(_RUST)[0]) if _of_obstore(error) else None
     return int(found[1]) if found else None
 
 
 def _of_obstore(error: BaseException) -> bool:
-    return _RUST in str(error) or type(error).__module__.startswith("obstore")
+    return _RUST in text_of(error) or type(error).__module__.startswith("obstore")
 
 
 def _code(chain: list[BaseException]) -> tuple[str, int | None]:
@@ -355,7 +365,7 @@ def _code(chain: list[BaseException]) -> tuple[str, int | None]:
             if status is not None:
                 return "", status
         if _of_obstore(e):
-            text = str(e).partition(_RUST)[0]
+            text = text_of(e).partition(_RUST)[0]
             if _REDIRECT in text:
                 return "PermanentRedirect", 301
             found, named = _IN_TEXT.search(text), _CODE_IN_TEXT.search(text)
@@ -373,7 +383,7 @@ def _status(value: object) -> int | None:
 def _detail(chain: list[BaseException], code: str, status: int | None, redact: Redactor) -> str:
     root = chain[-1]
     # Redacted before the text is cut: half a credential would not be recognised.
-    text = " ".join(redact(str(root).partition(_RUST)[0]).split()) or redact(json.dumps(repr(root)))
+    text = " ".join(redact(text_of(root).partition(_RUST)[0]).split()) or redact(json.dumps(repr(root)))
     text = redact_text(text)
     short = text if len(text) <= _DETAIL else f"{text[:_DETAIL]}…"
     what = code or (f"HTTP {status}" if status is not None else "")

@@ -32,10 +32,11 @@ from hsx_dist.store.base import (
     require_at_most,
     stated_size,
 )
-from hsx_dist.store.faults import Redactor, after_renewal, expired, outdated, past_the_end, translate
+from hsx_dist.store.faults import Redactor, after_renewal, expired, outdated, past_the_end, shown_cause, translate
 from hsx_dist.store.pages import Pages, in_order, name_below, objects_of_gcs, put_in_order
 from hsx_dist.store.upload_answers import require_stored
 from hsx_dist.store.web_answers import bounding_answers
+from hsx_dist.text import text_of
 
 T = TypeVar("T")
 
@@ -244,7 +245,7 @@ class FsspecStore:
             why = redact_text(self._redact(str(e)))
             raise ConfigError(f"{self._url}: {cls.__name__} refuses storage_options: {why}. Correct them") from e
         except Exception as e:  # noqa: BLE001 - every library has its own
-            raise translate(e, f"open {self._url}", self._bucket, self._redact) from self._shown(e)
+            raise translate(e, f"open {self._url}", self._bucket, self._redact) from shown_cause(e, self._redact)
         if self._scheme in ("s3", "s3a"):
             fs.retries = 1
         self._unchecked = True
@@ -399,13 +400,13 @@ class FsspecStore:
             raise
         except Exception as e:  # noqa: BLE001 - every library has its own
             # Do not keep the error in a variable: its frame would refer to it until the garbage collector runs.
-            raise self._translated(e, verb, name, fs) from self._shown(e)
+            raise self._translated(e, verb, name, fs) from shown_cause(e, self._redact)
 
     def _translated(self, error: Exception, verb: str, name: str, fs: Any) -> HsxError:
         """Translate a back end's error. ``fs``: the file system that raised it."""
         result = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
         if verb not in ("put-if-absent", "put-version", "delete-version") and isinstance(result, AlreadyExists):
-            result = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error))}")
+            result = StoreError(f"{verb} {self.url}/{name}: {self._redact(text_of(error))}")
         return after_renewal(result, lambda: outdated(error) and not self._given_token() and self._renew(fs, error))
 
     def _call(self, verb: str, name: str, call: Callable[[], T], past_end: T | None = None) -> T:
@@ -436,11 +437,6 @@ class FsspecStore:
             if self._fs is fs:
                 self._fs, self._root = self._connect()
         return expired(error)
-
-    def _shown(self, error: BaseException) -> BaseException | None:
-        """Return the error as the cause that tracebacks show, or None if its text contains a credential."""
-        text = "".join(f"{e!r} {e}" for e in (error, error.__cause__, error.__context__) if e is not None)
-        return error if self._redact(text) == text else None
 
 
 def _content(answer: bytes | Exception) -> bytes:

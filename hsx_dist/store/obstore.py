@@ -25,7 +25,7 @@ from hsx_dist.store.base import (
     cut,
     not_conditional,
 )
-from hsx_dist.store.faults import Redactor, after_renewal, expired, past_the_end, redirected, translate
+from hsx_dist.store.faults import Redactor, after_renewal, expired, past_the_end, redirected, shown_cause, translate
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.obstore_connection import Connection, NotTranslated
 from hsx_dist.store.obstore_options import connect
@@ -206,7 +206,7 @@ class ObstoreStore:
         except (NotTranslated, HsxError):
             raise
         except Exception as e:  # noqa: BLE001 - each library that resolves credentials has its own errors
-            raise translate(e, f"open {self._url}", self._bucket, self._redact) from self._shown(e)
+            raise translate(e, f"open {self._url}", self._bucket, self._redact) from shown_cause(e, self._redact)
 
     def _client(self, seconds: float, retries: int) -> Any:
         """Return the client for a time limit: obstore's time-outs belong to a client."""
@@ -244,21 +244,23 @@ class ObstoreStore:
         where = f"list {self.url}/{prefix}"
         folder = (self._root + prefix).rpartition("/")[0]  # obstore's prefixes are complete components
         last = self._root + after if after is not None and self._connection.sorts else None
-        count, again = 0, False
+        count, again, empty, marker = 0, False, False, ""
         while True:
             before = count
             for page in self._pages(prefix, folder, last):
                 if page and self._connection.sorts:
-                    last = str(page[-1]["path"])
+                    last, empty = str(page[-1]["path"]), not page[-1]["size"]
                 count += len(page)
                 if len(page) > 1 and not self._continues:
                     self._check_pages(prefix, folder, [str(entry["path"]) for entry in page])
                 for entry in page:
                     path = str(entry["path"])
-                    if path == folder:
-                        continue  # the folder's own marker
+                    if path == folder or (marker and marker <= path < f"{marker}/"):
+                        continue  # the folder's own marker, or listed before the marker that ended a page
                     yield ObjectInfo(name_below(self._root, path, where), int(entry["size"]))
-            if not self._continues_after(prefix, count, last):
+            if last is not None and empty and not count % _PAGE and self._is_marker(last.removeprefix(self._root)):
+                marker = last  # obstore drops its slash, and names such as "k.json" are before "k/"
+            if not self._continues_after(prefix, count, f"{last}/" if marker and marker == last else last):
                 return
             if again and count == before:
                 raise Unavailable(
@@ -287,8 +289,7 @@ class ObstoreStore:
             start, after = self._root + prefix, {} if last is None else {"StartAfter": last}
             answer = self._call("list", prefix, lambda *_: first_page(start, MaxKeys=2, **after))
             require_listing(answer, f"list {self.url}/{prefix}")
-            markers = start, f"{last}/"  # of folders: obstore has listed the last one without its slash
-            return any(entry.get("Key") not in markers for entry in answer.get("Contents", ()))
+            return any(entry.get("Key") != start for entry in answer.get("Contents", ()))  # not the folder's own marker
         if self._scheme in ("gs", "gcs"):
             return any(self._conditional().list(prefix, None if last is None else last.removeprefix(self._root)))
         return False
@@ -343,7 +344,7 @@ class ObstoreStore:
             self._redact.learn(connection.secrets)
             # Do not keep the error in a variable: its frame would refer to it until the garbage collector runs, and the
             # error keeps the buffers of the put.
-            raise self._translated(e, verb, name, connection) from self._shown(e)
+            raise self._translated(e, verb, name, connection) from shown_cause(e, self._redact)
 
     def _translated(self, error: BaseException, verb: str, name: str, connection: Connection) -> HsxError:
         """Translate a back end's error into the store's."""
@@ -366,8 +367,3 @@ class ObstoreStore:
                 self._connection = self._connect(region)
                 self._clients.clear()
         return True
-
-    def _shown(self, error: BaseException) -> BaseException | None:
-        """Return the error as the cause that tracebacks show, or None if its text contains a credential."""
-        text = f"{error!r} {error}"
-        return error if self._redact(text) == text else None

@@ -9,7 +9,7 @@ from hsx_dist.errors import SampleExpired
 from hsx_dist.format.manifest import Receipt
 from hsx_dist.observe.metrics import Series
 from hsx_dist.page import Segment
-from hsx_dist.text import bounded
+from hsx_dist.text import bounded, shown_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,4 +61,4 @@ def reason_not_stored(error: Exception, *, for_clients: bool) -> str:
     kind = type(error).__name__
     if for_clients:
         return f"{kind}: the sample could not be stored. The server's log has the error"
-    return bounded(f"{kind}: {error}")
+    return bounded(shown_error(error))

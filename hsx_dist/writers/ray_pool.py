@@ -28,7 +28,7 @@ from hsx_dist.ray_calls import remote
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.opening import Backend
 from hsx_dist.store.prefix import PrefixStore
-from hsx_dist.text import bounded
+from hsx_dist.text import bounded, shown_error
 from hsx_dist.writers.base import ABROAD_BYTES, CALL_BYTES, sent_bytes
 from hsx_dist.writers.credits import Credits
 from hsx_dist.writers.events import Counted, Event, Lost, Unusable
@@ -127,7 +127,7 @@ class WriterActor:
                 # A refused page loses only its segment: the call continues with the next page.
                 if not isinstance(e, HsxError | ValueError):
                     log.exception("a page of %s was not encoded", page.segment.key)
-                refused[i] = bounded(f"{type(e).__name__}: {e}")
+                refused[i] = bounded(shown_error(e))
         self._plasma_views.let_go_between([page.data for page in pages])
         return Answer(self._credits.share(sender), refused)
 
@@ -357,7 +357,7 @@ class RaySender:
                     raise error
                 self._call(writer, [page])
             except Exception as e:  # noqa: BLE001 - any error in pickling the page
-                self._lose([page.segment], bounded(f"its page cannot be sent: {type(e).__name__}: {e}"))
+                self._lose([page.segment], bounded(f"its page cannot be sent: {shown_error(e)}"))
 
     def _abroad(self) -> list[_Writer]:
         """The other nodes' writers."""

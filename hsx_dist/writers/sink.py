@@ -20,7 +20,7 @@ from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import Store
 from hsx_dist.store.base import Buffer
-from hsx_dist.text import bounded
+from hsx_dist.text import bounded, shown_error
 from hsx_dist.writers.committer import PartCommitter
 from hsx_dist.writers.daemon import DaemonPool
 from hsx_dist.writers.events import Event, Lost, reason_not_stored
@@ -191,7 +191,7 @@ class PartSink:
                 freed, filling.nbytes, filling.lost = filling.nbytes, 0, True
                 filling.encoder = SegmentEncoder(self._opt.codec)  # frees the encoded bytes
         if not told:
-            self._lose_sample(segment, bounded(f"{type(error).__name__}: {error}"))
+            self._lose_sample(segment, bounded(shown_error(error)))
         return freed
 
     def _lose_sample(self, segment: Segment, why: str) -> None:

@@ -34,6 +34,13 @@ class PanicException(BaseException):
     """The class of a panic in a library's Rust code."""
 
 
+class Silent(Exception):
+    """An error without a text, as aiohttp's ``ClientResponseError`` of no request."""
+
+    def __str__(self) -> str:
+        raise AttributeError(URL)
+
+
 class Unpicklable(HsxError):
     """An error of another package. Its constructor takes two arguments."""
 
@@ -88,6 +95,7 @@ CALLS: list[Callable[[BaseException], None]] = [
         (KeyError(URL), HsxError, "KeyError: 'https://h/x'"),
         (PanicException(URL), HsxError, "PanicException: https://h/x"),
         (OSError(5, f"no {URL}"), HsxError, "OSError: [Errno 5] no https://h/x"),
+        (Silent(URL), HsxError, "Silent: (Silent that cannot be shown)"),
     ],
 )
 def test_an_error_reaches_ray_without_credentials_and_causes(

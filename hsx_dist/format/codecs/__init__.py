@@ -18,7 +18,7 @@ from hsx_dist.format.codecs.split import SplitCodec
 from hsx_dist.format.codecs.zstd import ZstdCodec
 from hsx_dist.format.json_objects import shown
 from hsx_dist.page import FLOATS
-from hsx_dist.text import bounded, head
+from hsx_dist.text import bounded, head, shown_error
 
 #: Name → class. The keys of ``to_dict`` besides ``name`` are the class's arguments.
 CODECS: dict[str, type[Codec]] = {c.name: c for c in (NoneCodec, ZstdCodec, SplitCodec, Fp8TokenCodec)}
@@ -138,7 +138,7 @@ def _find(name: str) -> type[Codec] | None:
                 register_codec(found.load())
             except Exception as e:  # third-party code: importing it can raise anything
                 raise UnknownCodec(
-                    f"codec {name!r}: expected entry point {found.value} to be importable, got {type(e).__name__}: "
-                    f"{e}. Repair or update the package"
+                    f"codec {name!r}: expected entry point {found.value} to be importable, got {shown_error(e)}. "
+                    "Repair or update the package"
                 ) from e
     return CODECS.get(name)

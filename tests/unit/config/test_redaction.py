@@ -210,6 +210,10 @@ def test_a_character_that_libraries_drop_hides_no_credential() -> None:
     assert SECRET not in hide_secrets(f"file://AccountKey=\t{SECRET}")
 
 
+def test_an_at_sign_in_a_path_hides_no_name_behind_it() -> None:
+    assert SECRET not in hide_secrets(f"postgresql/db@password={SECRET};x=1")
+
+
 def test_nothing_of_a_text_that_never_stays_the_same_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redaction, "_ROUNDS", 1)
     assert redact_text("o:r@x") == "(not shown)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 
 from hsx_dist import HiddenStatesDataset
 from hsx_dist.errors import FormatError, HsxError, IntegrityError, NotFound, Unavailable, UnknownCodec
-from hsx_dist.format.codecs import NoneCodec
+from hsx_dist.format.codecs import CODECS, NoneCodec
 from hsx_dist.format.container import Part
-from hsx_dist.reading import kept_parts
+from hsx_dist.reading import kept_parts, verify_run
 from hsx_dist.reading.kept_parts import KeptParts
 from hsx_dist.reading.run import Run
+from hsx_dist.store import open_store
 from hsx_dist.testing.faulty_stores import WrappedStore
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
@@ -87,9 +89,19 @@ def test_samples_of_a_missing_part_do_not_read_the_description_again() -> None:
     assert counting.others - before < 10
 
 
+def test_verify_reads_no_hole_behind_a_part(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    store_run(store, [random_sample("k", 1, layer_ids=(1,), hidden_size=1)], per_part=1)
+    [part] = tmp_path.rglob("*.safetensors")
+    os.truncate(part, 1 << 42)
+    report = verify_run(store)
+    assert "bytes, as its receipt says" in report.problems[0].message
+    assert report.bytes < 1 << 20
+
+
 @pytest.mark.parametrize(("error", "seconds"), [
     (IntegrityError("a b"), 60), (NotFound("a b"), 5), (Unavailable("a b"), 0), (ValueError("a b"), 0),
-    (UnknownCodec("a b"), 0),
+    (UnknownCodec("a b"), 60),
 ])  # fmt: skip
 def test_an_error_is_raised_again_for_some_seconds(error: Exception, seconds: float) -> None:
     now, opened, raised = [100.0], list[str](), list[BaseException]()
@@ -111,6 +123,17 @@ def test_an_error_is_raised_again_for_some_seconds(error: Exception, seconds: fl
     with pytest.raises(type(error)):
         kept.get("p", fail)
     assert len(opened) == before + 1
+
+
+def test_a_part_of_an_unknown_codec_is_opened_again_once_a_codec_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = stored_run()
+    counting, codec = Counting(store), CODECS["none"]
+    run = Run(counting)
+    monkeypatch.delitem(CODECS, "none")
+    assert skipped(run) == MANY
+    assert counting.requests == 2
+    monkeypatch.setitem(CODECS, "none", codec)
+    assert len(run["k0"].token_ids()) == 1
 
 
 def test_the_number_of_kept_errors_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

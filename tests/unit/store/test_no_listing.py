@@ -106,6 +106,11 @@ def test_a_page_in_the_middle_of_a_listing_ends_none(url: str) -> None:
     assert names(store, "0999") == []
     Bucket.names = (*Bucket.names[:999], "r/z/")  # a console's folder marker ends the page
     assert len(names(store)) == 999
+    Bucket.names = (*Bucket.names[:998], "r/z.json", "r/z/")  # the first is before the marker, and not before "r/z"
+    assert names(store)[-2:] == ["0997", "z.json"]
+    Bucket.names = (*Bucket.names, "r/z/a")
+    Bucket.first[:] = [None, PAGE]
+    assert names(store)[-3:] == ["0997", "z.json", "z/a"]
 
 
 @pytest.mark.parametrize("page", [PAGE, EMPTY])
