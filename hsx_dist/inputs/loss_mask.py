@@ -18,8 +18,9 @@ from hsx_dist.inputs.row_values import shown
 
 #: (messages, whether the header of an answer follows them) → text
 Render = Callable[[list[dict[str, Any]], bool], str]
-#: Replaces a message's text to find where the text begins. A character that no chat has and no template changes.
-_MARK = "\ue0ff"
+#: Characters of Unicode's private area, which no template changes. A character that the chat lacks replaces a message's
+#: text to find where the text begins.
+_MARKS = [chr(code) for code in range(0xE000, 0xF900)]
 #: Members with which files for training leave a message out: OpenAI's, axolotl's (two), ms-swift's, and a common one.
 _FLAGS = ("weight", "train", "training", "loss", "trainable")
 #: Characters of the end of a message's last line that must be found.
@@ -80,14 +81,22 @@ def _is_trained(message: dict[str, Any], i: int) -> bool:
 
 def _start_of_text(whole: str, messages: list[dict[str, Any]], render: Render) -> int:
     """Return where the text of the first message begins in ``whole``."""
-    marked = render([{**messages[0], "content": _MARK}, *messages[1:]], False)
-    start = marked.find(_MARK)
+    mark = _mark(whole)
+    marked = render([{**messages[0], "content": mark}, *messages[1:]], False)
+    start = marked.find(mark)
     if start < 0 or not whole.startswith(marked[:start]):
         raise InputError(
             "loss_roles: expected to find the text of message 0 in the rendered chat, got a template that renders it "
             "differently. Give the row a loss_mask"
         )
     return start
+
+
+def _mark(whole: str) -> str:
+    for mark in _MARKS:
+        if mark not in whole:
+            return mark
+    raise InputError("loss_roles: expected a chat that lacks a private character of Unicode, got one with all of them")
 
 
 def _after_header(whole: str, before: list[dict[str, Any]], start: int, render: Render) -> int:
@@ -99,8 +108,9 @@ def _after_header(whole: str, before: list[dict[str, Any]], start: int, render: 
     header = render(before, True)
     if whole.startswith(header):  # nearly always true
         return max(start, len(header))
-    marked = render([*before, {"role": "assistant", "content": _MARK}], False)
-    plain = marked[: max(marked.find(_MARK), 0)]
+    mark = _mark(whole)
+    marked = render([*before, {"role": "assistant", "content": mark}], False)
+    plain = marked[: max(marked.find(mark), 0)]
     if len(plain) > start and whole.startswith(plain):
         return len(plain)
     line = whole.rfind("\n", start, _common(whole, header)) + 1

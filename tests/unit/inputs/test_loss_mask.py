@@ -173,6 +173,12 @@ def test_a_default_system_message_is_not_in_the_loss_of_the_first_message(tokeni
     assert said(tokenizer, QWEN3, said_first, enable_thinking=False)[:2] == answers[:2]
 
 
+@pytest.mark.parametrize("character", ["\ue0ff", "\ue000"])
+def test_no_character_of_a_chat_moves_the_beginning_of_its_first_message(tokenizer: Any, character: str) -> None:
+    template = DEFAULT.replace("You help.", f"You {character}help.")
+    assert said(tokenizer, template, CHAT, ("user",))[0] == CHAT[0]["content"] + "<|im_end|>"
+
+
 # Qwen3-Thinking and DeepSeek-R1: the header of an answer begins a thought.
 THINKING = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
 
