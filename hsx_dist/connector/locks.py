@@ -65,6 +65,7 @@ class ObjectLocks:
 
     def __init__(self, folder: str | Path):
         self._folder = Path(folder)
+        self._made = self._folder.exists()  # such a folder is not made again: its mount may be gone
         self._held: dict[str, _Lock] = {}
         #: Holder → name, from the holder's ``ask`` to its release, also while its lock is not held.
         self._names: dict[str, str] = {}
@@ -133,7 +134,7 @@ class ObjectLocks:
                 if kept:
                     fd, lock.fd, lock.held = lock.fd, fd, held
             if held and not kept and not self._is_there(name):
-                self._remove(name)
+                self._remove(name, fd)
             os.close(fd)
 
     def _settle(self, name: str, holder: str) -> bool:
@@ -230,7 +231,7 @@ class ObjectLocks:
                     return
                 empty = empty and not lock.stored  # a new request may have stored an object and ended
             if empty and lock.held:
-                self._remove(name)
+                self._remove(name, lock.fd)
             with self._mutex:
                 if self._held.get(name) is not lock:
                     return  # ``release_all`` has closed it
@@ -288,12 +289,14 @@ class ObjectLocks:
         try:
             return self._take(name, last=last)
         except FileNotFoundError:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            if not self._made:
+                self._folder.mkdir(parents=True, exist_ok=True)
             return self._take(name, last=last)
 
     def _take(self, name: str, *, last: bool) -> tuple[int, bool] | None:
         folder, _, file = lock_name(name).rpartition("/")
         with opened(self._folder, folder, make=True, own_links=True) as place:
+            self._made = True
             fd = _open_file(place, file)
             try:
                 if _flock(fd, fcntl.LOCK_EX):
@@ -310,10 +313,12 @@ class ObjectLocks:
             finally:
                 os.close(fd)
 
-    def _remove(self, name: str) -> None:
+    def _remove(self, name: str, fd: int) -> None:
+        """Remove the lock file ``fd``. Another server's file may be there: the mount may have been gone meanwhile."""
         folder, _, last = lock_name(name).rpartition("/")
         with contextlib.suppress(OSError), opened(self._folder, folder) as place:
-            os.unlink(last, dir_fd=place)
+            if is_at(fd, place, last):
+                os.unlink(last, dir_fd=place)
 
 
 def _open_file(place: int, name: str, flags: int = 0) -> int:

@@ -454,3 +454,33 @@ def test_locks_leave_half_of_the_descriptors_to_the_rest_of_the_process(tmp_path
     locks.hold("later.safetensors", "later")
     assert is_held(tmp_path / "later.safetensors.lock")
     locks.release_all()
+
+
+def test_a_lock_below_the_mount_point_removes_no_lock_on_the_mount(tmp_path):
+    root, away = tmp_path / "mount", tmp_path / "away"
+    root.mkdir()
+    mine, other = ObjectLocks(root), ObjectLocks(root)
+    root.rename(away)
+    root.mkdir()  # the folder of the disk below the mount
+    mine.hold("a.safetensors", "r")
+    root.rename(tmp_path / "below")
+    away.rename(root)
+    other.hold("a.safetensors", "s")
+    mine.release("r", stored=False)
+    assert is_held(root / "a.safetensors.lock")
+    other.release_all()
+
+
+def test_locks_do_not_make_a_folder_again_that_was_there(tmp_path):
+    root = tmp_path / "mount/states"
+    root.mkdir(parents=True)
+    locks = ObjectLocks(root)
+    (tmp_path / "mount").rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError):
+        locks.hold("a.safetensors", "r")
+    locks.release("r", stored=False)
+    assert not (tmp_path / "mount").exists()
+    (tmp_path / "away").rename(tmp_path / "mount")
+    locks.hold("a.safetensors", "s")
+    assert is_held(root / "a.safetensors.lock")
+    locks.release_all()
