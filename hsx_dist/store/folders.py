@@ -22,6 +22,8 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: Refers to a link itself; macOS has no such flag.
 _LINK = getattr(os, "O_PATH", 0)
+#: As in Linux.
+_MOST_LINKS = 40
 #: Opens a folder from which files are opened. Linux needs no permission to read the folder.
 SEARCH = FOLDER | _LINK
 
@@ -41,7 +43,7 @@ def opened(
 
     Args:
         make: make missing folders. Refuses another user's folder in a parent where every user may make folders.
-        own_links: follow links to folders that belong to this process's user or to root.
+        own_links: follow links that belong to this process's user or to root, also in the targets of links.
         entered: called for each component with the descriptors of a folder and of its subfolder, and the name.
 
     Raises:
@@ -78,7 +80,9 @@ def _enter(folder: int, name: str, *, make: bool, own_links: bool) -> int:
         except OSError as e:
             if e.errno not in (errno.ENOTDIR, errno.ELOOP) or not is_link(folder, name):
                 raise
-            return _through(folder, name, own_links=own_links)
+            if not own_links:
+                raise OSError(errno.ELOOP, f"{name!r} is a symbolic link") from None
+            return _through(folder, name)
         if make and _is_planted(folder, child):
             os.close(child)
             raise PermissionError(errno.EACCES, f"the folder {name!r} belongs to another user")
@@ -101,20 +105,49 @@ def is_at(fd: int, folder: int, name: str) -> bool:
         return False
 
 
-def _through(folder: int, name: str, *, own_links: bool) -> int:
+def _through(folder: int, name: str) -> int:
     """Open the folder behind a link that this user or root made.
+
+    The target's path may lead through further links, also in its middle. Each of them must be such a link too.
+    """
+    here, names, links = os.dup(folder), [name], 0
+    try:
+        while names:
+            name = names.pop()
+            try:
+                found = os.open(name or ".", SEARCH | os.O_NOFOLLOW, dir_fd=here)
+            except OSError as e:
+                if e.errno not in (errno.ENOTDIR, errno.ELOOP) or not is_link(here, name):
+                    raise
+                links += 1
+                target = _own_target(here, name) if links <= _MOST_LINKS else None
+                if target is None:
+                    raise OSError(errno.ELOOP, f"{name!r} is a symbolic link") from None
+                names += reversed(target.split("/"))
+                if not target.startswith("/"):
+                    continue
+                found = os.open("/", SEARCH)
+            os.close(here)
+            here = found
+        return os.open(".", FOLDER, dir_fd=here)
+    finally:
+        os.close(here)
+
+
+def _own_target(folder: int, name: str) -> str | None:
+    """Return the target of a link that this user or root made; None for another user's link.
 
     Owner and target are read from one open descriptor, so that both belong to the same link. A link cannot be changed.
     """
-    if own_links and _LINK:
-        link = os.open(name, _LINK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-        try:
-            found = os.fstat(link)
-            if stat.S_ISLNK(found.st_mode) and found.st_uid in (0, os.geteuid()):
-                return os.open(os.readlink("", dir_fd=link), FOLDER, dir_fd=folder)
-        finally:
-            os.close(link)
-    raise OSError(errno.ELOOP, f"{name!r} is a symbolic link")
+    if not _LINK:
+        return None
+    link = os.open(name, _LINK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        found = os.fstat(link)
+        own = stat.S_ISLNK(found.st_mode) and found.st_uid in (0, os.geteuid())
+        return os.readlink("", dir_fd=link) if own else None
+    finally:
+        os.close(link)
 
 
 def _is_planted(folder: int, child: int) -> bool:

@@ -45,7 +45,7 @@ class LocalStore:
     Symbolic links: ``root`` may be one. Below the root,
 
     - reading follows links, as a run may be in a cache of links;
-    - a put follows links to folders that this process's user or root made, and replaces a link with the object's name;
+    - a put follows links that this process's user or root made, and replaces a link with the object's name;
     - a delete follows none;
     - a listing that finds a link without a target raises ``StoreError``: an object or a folder may be lost.
 

@@ -183,6 +183,33 @@ def test_a_put_follows_this_users_links_and_no_other_users(root: Path, victim: P
 
 
 @as_root
+@pytest.mark.parametrize("target", ["planted", "planted/below", "../run/planted", "/absolute"])
+def test_a_put_follows_no_link_of_another_user_behind_an_own_link(root: Path, victim: Path, target: str) -> None:
+    (victim / "below").mkdir()
+    plant(root / "planted", victim)
+    (root / "mine").symlink_to(root / "planted/below" if target == "/absolute" else target)
+    with pytest.raises(StoreError, match=r"'planted' is a symbolic link"):
+        LocalStore(root).put("mine/a", [b"1"])
+    assert [*(victim / "below").iterdir()] == []
+
+
+@pytest.mark.parametrize("target", ["second", "./second/", "../run/second", "/absolute", "second/below/.."])
+def test_a_put_follows_own_links_behind_an_own_link(root: Path, victim: Path, target: str) -> None:
+    (victim / "below").mkdir()
+    (root / "second").symlink_to(victim)
+    (root / "mine").symlink_to(root / "second" if target == "/absolute" else target)
+    LocalStore(root).put("mine/a", [b"1"])
+    assert (victim / "a").read_bytes() == b"1"
+
+
+def test_a_put_through_links_in_a_circle_is_refused(root: Path) -> None:
+    (root / "a").symlink_to("b")
+    (root / "b").symlink_to("a")
+    with pytest.raises(StoreError, match="is a symbolic link"):
+        LocalStore(root).put("a/x", [b"1"])
+
+
+@as_root
 def test_a_folder_that_another_user_made_where_all_may_is_not_written_into(root: Path) -> None:
     root.chmod(0o1777)
     for name in ("planted", "shared"):
