@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hsx_dist.errors import StoreError
-from hsx_dist.store.base import ObjectInfo
 from hsx_dist.store.folders import FOLDER, is_link
 
 #: Prefix of unfinished objects. They are in the folder of their final name: a rename cannot cross file systems.
@@ -37,7 +36,8 @@ class FolderListing:
         self._unreadable = unreadable
         self._linked: set[tuple[int, int]] = set()  # device and inode of each folder entered through a link
 
-    def objects(self, folder: str = "") -> Iterator[ObjectInfo]:
+    def objects(self, folder: str = "") -> Iterator[tuple[str, os.stat_result]]:
+        """Yield name and status of each object."""
         try:
             entries = _entries(self._root, folder)
         except FileNotFoundError:
@@ -64,7 +64,7 @@ class FolderListing:
             if about is None:
                 yield from self.objects(name)
             elif stat.S_ISREG(about.st_mode):
-                yield ObjectInfo(name, about.st_size)
+                yield name, about
 
     def _is_wanted(self, name: str, is_folder: bool) -> bool:
         """Whether the name matches, or is a folder that may contain a match."""

@@ -68,15 +68,15 @@ class LocalStore:
     def put(self, name: str, buffers: Sequence[Buffer]) -> None:
         folder, last = self._split(name)
         views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
-        with self._translating("put", name), self._writing(folder) as fd, _unfinished(fd, views) as temporary:
+        with self._translating("put", name), self._writing(folder) as fd, _unfinished(fd, views) as (temporary, found):
             _place(fd, temporary, last, f"put {self.url}/{name}")
             _sync(fd)
-        self._root.saw(name, newest=True)
+        self._root.saw(name, found, "last")
 
     def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         folder, last = self._split(name)
         views = [view for view in map(as_bytes_view, as_buffers(data)) if view.nbytes]
-        with self._translating("put", name), self._writing(folder) as fd, _unfinished(fd, views) as temporary:
+        with self._translating("put", name), self._writing(folder) as fd, _unfinished(fd, views) as (temporary, found):
             try:
                 _link(fd, temporary, last)  # atomic: only one of several concurrent links succeeds
             except FileExistsError:
@@ -92,7 +92,7 @@ class LocalStore:
                     f"{e.strerror}. Use another folder, or an object store"
                 ) from e
             _sync(fd)
-        self._root.saw(name, newest=True)
+        self._root.saw(name, found, "last")
 
     def get(self, name: str, most: int | None = None) -> bytes:
         with self._translating("get", name), self._reading(name) as fd, open(fd, "rb", closefd=False) as file:
@@ -113,7 +113,7 @@ class LocalStore:
             found = self._found(path, name)
             if not stat.S_ISREG(found.st_mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            self._root.saw(name)
+            self._root.read(name, found)
             return ObjectInfo(name, found.st_size)
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
@@ -166,14 +166,15 @@ class LocalStore:
         with (
             self._translating("put", name),
             self._writing(folder) as fd,
-            _unfinished(fd, views) as temporary,
+            _unfinished(fd, views) as (temporary, found),
             self._locked(fd, last, version) as unchanged,
         ):
             if unchanged:
                 os.rename(temporary, last, src_dir_fd=fd, dst_dir_fd=fd)
                 _sync(fd)
-                self._root.saw(name, newest=True)
-            return unchanged
+        if unchanged:
+            self._root.saw(name, found, "last")
+        return unchanged
 
     @contextmanager
     def _locked(self, folder: int, last: str, version: str) -> Iterator[bool]:
@@ -249,8 +250,9 @@ class LocalStore:
                 f"get {path}: expected the object that was just found, got none. Check its mount"
             ) from None
         with _opened(file) as fd:
-            self._require_file(name, os.fstat(fd))
-            self._root.saw(name)
+            found = os.fstat(fd)
+            self._require_file(name, found)
+            self._root.read(name, found)
             yield fd
 
     def _found(self, path: Path, name: str) -> os.stat_result:
@@ -304,9 +306,9 @@ class LocalStore:
         self, prefix: str, after: str | None, unreadable: Callable[[str], None] | None = None
     ) -> Iterator[ObjectInfo]:
         with suppress(FileNotFoundError), self._root.opened() as root:  # without a root nothing is stored yet
-            for info in FolderListing(self._root.path, root, prefix, after, unreadable).objects():
-                self._root.saw(info.name, newest=True)
-                yield info
+            for name, found in FolderListing(self._root.path, root, prefix, after, unreadable).objects():
+                self._root.saw(name, found, "listed")
+                yield ObjectInfo(name, found.st_size)
 
     @contextmanager
     def _translating(self, verb: str, name: str) -> Iterator[None]:
@@ -354,8 +356,8 @@ def _opened(fd: int) -> Iterator[int]:
 
 
 @contextmanager
-def _unfinished(folder: int, views: Sequence[memoryview]) -> Iterator[str]:
-    """Yield the name of a complete, synced file in the open ``folder``, and remove that name at the end.
+def _unfinished(folder: int, views: Sequence[memoryview]) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield name and status of a complete, synced file in the open ``folder``, and remove that name at the end.
 
     A failed sync is not retried on the same file: the kernel may have dropped the bytes, and would report success.
     ``hsx gc`` may remove the file if it finds no heartbeat of this process's driver. A retried put writes another file.
@@ -366,7 +368,8 @@ def _unfinished(folder: int, views: Sequence[memoryview]) -> Iterator[str]:
             if not write_direct(fd, views):
                 write_all(fd, views)
             os.fsync(fd)
-        yield temporary
+            found = os.fstat(fd)
+        yield temporary, found
     except FileNotFoundError as e:
         raise Unavailable(f"put {temporary}: expected the file it wrote, got none: another process removed it") from e
     finally:

@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from hsx_dist.errors import Unavailable
 from hsx_dist.store.folders import FOLDER, SEARCH
 
 
+class _Witness(NamedTuple):
+    """An object of the folder. Each run has a ``run.json``, so that a name alone identifies no folder."""
+
+    name: str
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, name: str, found: os.stat_result) -> _Witness:
+        return cls(name, found.st_size, found.st_mtime_ns)
+
+
 class RootFolder:
     """The folder at ``path``, as one store object sees it. Thread-safe.
 
-    The first use stores the folder's device and inode. A mount may have other numbers when it is back, as may a folder
-    of FUSE at any time. So a folder with other numbers is accepted if it contains a *witness*, an object that this
-    store has read or stored. Without a witness it must be on the same device.
+    The first use stores its device and inode. A mount may have other numbers when it is back, as may a folder of FUSE
+    at any time. So a folder with other numbers is accepted if it contains a *witness*: an object that was seen in the
+    known folder, unchanged. A store without a witness accepts only a folder on the same device.
 
     A folder that was seen is never made again.
     """
@@ -28,22 +41,35 @@ class RootFolder:
     def __init__(self, path: Path):
         self.path = path
         self._identity: tuple[int, int] | None = None
-        self._first: str | None = None  # witnesses: in a run, the first is its description, which stays
-        self._last: str | None = None  # of a server's objects, the oldest are deleted first
+        #: "first": of a run, usually its description, which stays. "last" and "listed": the last object that was stored
+        #: or listed. The oldest objects of a server are deleted first.
+        self._witnesses: dict[str, _Witness] = {}
 
-    def saw(self, name: str, *, newest: bool = False) -> None:
-        """Remember that the object exists. ``newest``: in the folder that ``opened`` has checked."""
-        if self._first is None:
-            self._first = name
-        elif newest:
-            self._last = name
+    def saw(self, name: str, found: os.stat_result, kind: Literal["last", "listed"]) -> None:
+        """Remember an object in the folder that ``opened`` has checked."""
+        witness = _Witness.of(name, found)
+        first = self._witnesses.setdefault("first", witness)
+        if first is not witness:
+            self._witnesses["first" if first.name == name else kind] = witness
+
+    def read(self, name: str, found: os.stat_result) -> None:
+        """Remember an object that was read by its path, without a check of the folder.
+
+        Checks the folder if there is no witness, or if the witness of this name was another object.
+
+        Raises:
+            Unavailable: as ``opened``.
+        """
+        first = self._witnesses.get("first")
+        if first is None or (first.name == name and first != _Witness.of(name, found)):
+            with suppress(FileNotFoundError, NotADirectoryError, PermissionError), self.opened(search=True) as folder:
+                self.saw(name, os.stat(name, dir_fd=folder), "last")
 
     def forget(self, name: str) -> None:
         """Forget an object that this store deletes."""
-        if name == self._first:
-            self._first = None
-        if name == self._last:
-            self._last = None
+        for kind, witness in list(self._witnesses.items()):
+            if witness.name == name:
+                self._witnesses.pop(kind, None)
 
     @contextmanager
     def opened(self, *, make: bool = False, search: bool = False) -> Iterator[int]:
@@ -51,15 +77,14 @@ class RootFolder:
 
         Args:
             make: make the folder if it is missing and was never seen.
-            search: only to look for an object. Needs no permission to read the folder, and does not make it seen.
+            search: only to look for an object. Needs no permission to read the folder.
 
         Raises:
             Unavailable: the folder was seen before, and now none or another one is at its path.
             OSError: the errors of ``open`` and ``mkdir``.
         """
         flags = SEARCH if search else FOLDER
-        # Before the call: another thread may be making the folder.
-        seen = (self._identity or self._first or self._last) is not None
+        seen = self._identity is not None  # before the call: another thread may be making the folder
         try:
             folder = os.open(self.path, flags)
         except (FileNotFoundError, NotADirectoryError):
@@ -70,7 +95,7 @@ class RootFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             folder = os.open(self.path, flags)
         try:
-            self._require_seen(folder, learn=not search)
+            self._require_seen(folder)
             yield folder
         finally:
             os.close(folder)
@@ -94,18 +119,17 @@ class RootFolder:
             pass
         raise self._gone("none or another one")
 
-    def _require_seen(self, folder: int, *, learn: bool) -> None:
+    def _require_seen(self, folder: int) -> None:
         found = os.fstat(folder)
         known, identity = self._identity, (found.st_dev, found.st_ino)
         if identity == known:
             return
-        witnesses = [name for name in (self._first, self._last) if name is not None]
-        if not (
-            any(_has(folder, name) for name in witnesses) if witnesses else known is None or known[0] == identity[0]
-        ):
-            raise self._gone("another one")
-        if known or witnesses or learn:
-            self._identity = identity
+        if known is not None:
+            witnesses = list(self._witnesses.values())
+            same = any(_has(folder, witness) for witness in witnesses)
+            if not (same if witnesses else known[0] == identity[0]):
+                raise self._gone("another one")
+        self._identity = identity
 
     def _gone(self, got: str) -> Unavailable:
         return Unavailable(
@@ -114,9 +138,8 @@ class RootFolder:
         )
 
 
-def _has(folder: int, name: str) -> bool:
+def _has(folder: int, witness: _Witness) -> bool:
     try:
-        os.stat(name, dir_fd=folder)
+        return _Witness.of(witness.name, os.stat(witness.name, dir_fd=folder)) == witness
     except OSError:
         return False
-    return True

@@ -51,8 +51,9 @@ class ConfinedFolder(LocalStore):
             self._require_file(name, os.stat(last, dir_fd=parent, follow_symlinks=False))
             fd = os.open(last, os.O_RDONLY | SAFELY, dir_fd=parent)
         try:
-            self._require_file(name, os.fstat(fd))
-            self._root.saw(name, newest=True)
+            found = os.fstat(fd)
+            self._require_file(name, found)
+            self._root.saw(name, found, "last")
             yield fd
         finally:
             os.close(fd)

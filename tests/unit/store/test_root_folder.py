@@ -37,6 +37,7 @@ SEEN: dict[str, Callable[[LocalStore], Any]] = {
     "stored": lambda store: store.put("d/b", [b"1"]),
     "listed": lambda store: list(store.list()),
     "asked": lambda store: store.head("d/a"),
+    "replaced": lambda store: store.put_version("d/a", [b"a"], store.version("d/a")),
 }
 
 
@@ -59,6 +60,13 @@ class Mount:
             assert [path for path in self._mount.rglob("*") if path.is_file()] == []
             shutil.rmtree(self._mount)
         self._away.rename(self._mount)
+
+    def is_copied(self, copy: Path) -> None:
+        """The mount is back with other numbers."""
+        shutil.copytree(self.root, copy)
+        self.goes(leaves=False)
+        self.root.parent.mkdir()
+        copy.rename(self.root)
 
     @contextmanager
     def gone(self, *, leaves: bool) -> Iterator[None]:
@@ -84,6 +92,33 @@ def test_a_folder_that_is_gone_is_unavailable(mount: Mount, seen: str, use: str,
     assert store.get("d/a") == b"a"
     with pytest.raises(NotFound):
         store.get("d/none")
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_object_of_another_run_does_not_make_its_folder_the_known_one(mount: Mount, use: str) -> None:
+    """Each run has a ``run.json``, also a run that was started below the mount point."""
+    store = LocalStore(mount.root)
+    store.get("d/a")
+    seen = (mount.root / "d/a").stat()
+    mount.goes(leaves=True)
+    (mount.root / "d").mkdir()
+    (mount.root / "d/a").write_bytes(b"b")
+    os.utime(mount.root / "d/a", ns=(0, seen.st_mtime_ns + 1))
+    with pytest.raises(Unavailable, match="got another one"):
+        USES[use](store)
+    assert (mount.root / "d/a").read_bytes() == b"b"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_object_that_was_replaced_is_still_known(mount: Mount, tmp_path: Path, own: bool) -> None:
+    store, other = LocalStore(mount.root), LocalStore(mount.root)
+    store.get("d/a")
+    (store if own else other).put("d/a", [b"longer"])
+    assert store.get("d/a") == b"longer"
+    store.put("b", [b"1"])
+    other.delete("b")
+    mount.is_copied(tmp_path / "copy")
+    assert [info.name for info in store.list()] == ["d/a"]
 
 
 def test_a_private_folder_below_the_mount_is_unavailable(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,10 +211,7 @@ def test_a_mount_that_is_back_with_other_numbers_is_used(mount: Mount, tmp_path:
     store = LocalStore(mount.root)
     assert store.get("d/a") == b"a"
     store.put("d/b", [b"b"])
-    shutil.copytree(mount.root, tmp_path / "copy")
-    mount.goes(leaves=False)
-    mount.root.parent.mkdir()
-    (tmp_path / "copy").rename(mount.root)
+    mount.is_copied(tmp_path / "copy")
     store.put("d/c", [b"c"])
     assert [info.name for info in store.list()] == ["d/a", "d/b", "d/c"]
     with pytest.raises(NotFound):
@@ -192,11 +224,30 @@ def test_a_deleted_object_is_not_expected_when_the_mount_is_back(mount: Mount, t
     store.get("d/a")
     store.put("d/b", [b"b"])
     store.delete(deleted)
-    shutil.copytree(mount.root, tmp_path / "copy")
-    mount.goes(leaves=False)
-    mount.root.parent.mkdir()
-    (tmp_path / "copy").rename(mount.root)
+    mount.is_copied(tmp_path / "copy")
     assert len(list(store.list())) == 1
+
+
+def test_a_listed_object_does_not_replace_the_last_stored_one(mount: Mount, tmp_path: Path) -> None:
+    store, other = LocalStore(mount.root), LocalStore(mount.root)
+    for name in "abc":
+        store.put(name, [b"1"])
+    other.put("z", [b"1"])
+    assert [info.name for info in store.list()] == ["a", "b", "c", "d/a", "z"]
+    for name in "az":
+        other.delete(name)
+    mount.is_copied(tmp_path / "copy")
+    store.put("e", [b"1"])
+
+
+def test_the_last_listed_object_is_known_when_the_first_is_deleted(mount: Mount, tmp_path: Path) -> None:
+    store, other = LocalStore(mount.root), LocalStore(mount.root)
+    store.get("d/a")
+    other.put("b", [b"1"])
+    other.delete("d/a")
+    list(store.list())
+    mount.is_copied(tmp_path / "copy")
+    assert [info.name for info in store.list()] == ["b"]
 
 
 def test_a_folder_without_objects_may_be_made_again_on_its_disk(tmp_path: Path) -> None:
@@ -227,5 +278,6 @@ def test_a_folder_that_was_removed_is_made_again_by_a_store_that_is_opened_anew(
     shutil.rmtree(mount.root)
     with pytest.raises(Unavailable, match="or the folder was removed"):
         store.put("d/a", [b"1"])
-    LocalStore(mount.root).put("d/a", [b"1"])
-    assert store.get("d/a") == b"1"
+    again = LocalStore(mount.root)
+    again.put("d/a", [b"1"])
+    assert again.get("d/a") == b"1"
