@@ -326,13 +326,14 @@ def open_output(config: ExtractConfig) -> Store:
     try:
         patient = config.store.retry_seconds
         where: dict[str, Any] = {"storage_options": config.store.storage_options, "backend": config.store.backend}
-        store = open_store(config.output, **where, retry_seconds=min(patient, 10.0))
         name = f"probe-{uuid.uuid4().hex}"
-        store.put(name, [b"hsx"])
+        open_store(config.output, **where, retry_seconds=min(patient, 10.0)).put(name, [b"hsx"])
+        # This store object has used the folder: later it takes no other folder for it.
+        store = open_store(config.output, **where, retry_seconds=patient)
         if store.get(name) != b"hsx":
             raise StoreError(f"{store.url}: expected the bytes that were written, got others. Use another store")
         store.delete(name)
-        return open_store(config.output, **where, retry_seconds=patient)
+        return store
     except StoreError as e:
         raise ConfigError(f"output: {e}") from e
 

@@ -50,7 +50,7 @@ def open_store(
     """Open the store at ``url``: a folder's path, ``file:///…``, ``s3://bucket/prefix``, ``gs://…`` or another URL of
     fsspec.
 
-    Does not connect, unless the back end's library does so when it opens.
+    Does not connect, unless the back end's library does so when it opens. A store of a folder looks at the folder.
 
     Args:
         storage_options: fsspec's options for the scheme, with every ``backend``.

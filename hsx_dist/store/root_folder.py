@@ -31,9 +31,10 @@ class _Witness(NamedTuple):
 class RootFolder:
     """The folder at ``path``, as one store object sees it. Thread-safe.
 
-    The first use stores its device and inode. A mount may have other numbers when it is back, as may a folder of FUSE
-    at any time. So a folder with other numbers is accepted if it contains a *witness*: an object that was seen in the
-    known folder, unchanged. A store without a witness accepts only a folder on the same device.
+    Its device and inode are stored when the store is opened, or on the first use if the folder is made later. A mount
+    may have other numbers when it is back, as may a folder of FUSE at any time. So a folder with other numbers is
+    accepted if it contains a *witness*: an object that was seen in the known folder, unchanged. A store without a
+    witness accepts only a folder on the same device, or on a mount that now hides the known folder.
 
     A folder that was seen is never made again.
     """
@@ -44,6 +45,8 @@ class RootFolder:
         #: "first": of a run, usually its description, which stays. "last" and "listed": the last object that was stored
         #: or listed. The oldest objects of a server are deleted first.
         self._witnesses: dict[str, _Witness] = {}
+        with suppress(OSError, ValueError), self.opened(search=True):  # raised again by the first use
+            pass
 
     def saw(self, name: str, found: os.stat_result, kind: Literal["last", "listed"]) -> None:
         """Remember an object in the folder that ``opened`` has checked."""
@@ -127,9 +130,15 @@ class RootFolder:
         if known is not None:
             witnesses = list(self._witnesses.values())
             same = any(_has(folder, witness) for witness in witnesses)
-            if not (same if witnesses else known[0] == identity[0]):
+            if not (same if witnesses else known[0] == identity[0] or self._hides(known[0])):
                 raise self._gone("another one")
         self._identity = identity
+
+    def _hides(self, device: int) -> bool:
+        """Whether a parent of the folder is on ``device``. Then a mount hides the known folder."""
+        with suppress(OSError):
+            return any(folder.stat().st_dev == device for folder in Path(os.path.realpath(self.path)).parents)
+        return False
 
     def _gone(self, got: str) -> Unavailable:
         return Unavailable(

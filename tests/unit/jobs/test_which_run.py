@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hsx_dist.config import load_config
-from hsx_dist.errors import ConfigError, NotFound, RunMismatch
+from hsx_dist.errors import ConfigError, NotFound, RunMismatch, Unavailable
 from hsx_dist.format.place import read_run, start_run
 from hsx_dist.jobs.attempt import open_or_start_run
+from hsx_dist.jobs.preflight import open_output
 from hsx_dist.store.local import LocalStore
 
 
@@ -39,6 +40,17 @@ def test_another_meaning_is_refused_and_every_field_that_differs_is_named(tmp_pa
     assert "model='other' (stored: 'm')" in str(e.value)
     assert "layers=[2] (stored: [1])" in str(e.value)
     assert "template" not in str(e.value)
+
+
+def test_no_run_starts_while_the_mount_of_the_output_is_gone(tmp_path):
+    mount = tmp_path / "mount"
+    opened(mount / "run")
+    config = load_config(None, (), model="m", output=str(mount / "run"), store={"retry_seconds": 0})
+    root = open_output(config)
+    mount.rename(tmp_path / "away")
+    with pytest.raises(Unavailable, match="expected the folder, which existed before"):
+        open_or_start_run(config, root, {"model": "m", "layers": [1]})
+    assert not mount.exists()
 
 
 class Late(LocalStore):

@@ -281,3 +281,42 @@ def test_a_folder_that_was_removed_is_made_again_by_a_store_that_is_opened_anew(
     again = LocalStore(mount.root)
     again.put("d/a", [b"1"])
     assert again.get("d/a") == b"1"
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_folder_that_goes_before_its_first_use_is_unavailable(mount: Mount, use: str) -> None:
+    store = LocalStore(mount.root)
+    with mount.gone(leaves=False), pytest.raises(Unavailable, match="got none"):
+        USES[use](store)
+
+
+def on_another_device(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Report another device for ``folder`` when it is open."""
+    fstat, inode = os.fstat, folder.stat().st_ino
+
+    def found(fd: int) -> os.stat_result:
+        about = fstat(fd)
+        return os.stat_result((*about[:2], about.st_dev + 1, *about[3:10])) if about.st_ino == inode else about
+
+    monkeypatch.setattr(os, "fstat", found)
+
+
+def test_without_objects_the_folder_below_the_mount_is_another_one(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_another_device(monkeypatch, mount.root)
+    store = LocalStore(mount.root)
+    with mount.gone(leaves=True), pytest.raises(Unavailable, match="got another one"):
+        store.put("d/new", [b"1"])
+
+
+def test_a_store_that_is_opened_before_the_mount_is_there_uses_the_mount(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_another_device(monkeypatch, mount.root)
+    mount.goes(leaves=True)
+    store = LocalStore(mount.root)
+    with pytest.raises(NotFound):
+        store.get("d/a")
+    mount.returns()
+    assert [info.name for info in store.list()] == ["d/a"]
