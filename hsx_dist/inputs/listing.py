@@ -19,6 +19,7 @@ from fsspec.implementations.zip import ZipFileSystem
 from hsx_dist.config import InputConfig, public_url
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.names import MAX_LABEL
+from hsx_dist.inputs.bucket_folders import BucketFolders, in_bucket
 from hsx_dist.inputs.folder_limits import ZipFolders, check_listed, check_path
 from hsx_dist.inputs.sources import (
     ARCHIVES,
@@ -69,6 +70,8 @@ def _find(config: InputConfig, shown: str) -> Input:
     fs, path = file_system(config, shown)
     if isinstance(fs, ZipFileSystem):
         fs = ZipFolders(fs)
+    elif in_bucket(fs):
+        fs = BucketFolders(fs)
     fs.invalidate_cache()  # files may have grown or been added since an earlier call in this process
     try:
         # First without globbing: * and [ may be letters of a name, and ? begins the query of an http URL.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from hsx_dist.errors import StoreError, Unavailable
@@ -122,8 +122,8 @@ def continues(
     require_listing(answer, where)
     if next_page(answer, None, where) is not None:
         return True
-    named = _keys(answer)
-    if len(named) <= 1 and any(key in _keys(first_page(key)) for key in listed_before if key not in named):
+    named = _names(answer)
+    if len(named) <= 1 and any(_names(first_page(name)) - named for name in listed_before if name not in named):
         raise StoreError(
             f"{where}: expected a NextContinuationToken in an answer without all names (ListObjectsV2), got none: the "
             "store cuts its listings, and objects may be missing. Use another store"
@@ -131,8 +131,11 @@ def continues(
     return False
 
 
-def _keys(answer: Mapping[str, Any]) -> set[str]:
-    return {str(entry.get("Key")) for entry in answer.get("Contents", ())}
+def _names(answer: Mapping[str, Any]) -> Set[str]:
+    """Return the keys of an answer, and the folders, which only a listing of one folder has."""
+    keys = (str(entry.get("Key")) for entry in answer.get("Contents", ()))
+    folders = (str(entry.get("Prefix")) for entry in answer.get("CommonPrefixes", ()))
+    return dict.fromkeys((*keys, *folders)).keys()
 
 
 class Pages:
@@ -140,44 +143,60 @@ class Pages:
 
     _continues = False
 
-    def objects(self, ask: Callable[..., Mapping[str, Any]], prefix: str, where: str) -> Iterator[ObjectInfo]:
-        """Yield all objects under their whole keys. ``ask(**arguments)``: the store's answer to one call.
+    def answers(self, ask: Callable[..., Mapping[str, Any]], prefix: str, where: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the pages of a listing. ``ask(**arguments)``: the store's answer to one call.
 
-        Raises ``StoreError`` like ``next_page`` and ``continues``.
+        Raises ``StoreError`` like ``require_listing``, ``next_page`` and ``continues``.
         """
         token = None
         while True:
             answer = ask(Prefix=prefix, **({"ContinuationToken": token} if token else {}))
             require_listing(answer, where)
-            found = [listed(entry, where) for entry in answer.get("Contents", ())]
-            yield from (info for info in found if not info.name.endswith("/"))  # without a console's folder markers
+            yield answer
             token = next_page(answer, token, where)
             if token is None:
                 break
             self._continues = True
-        if len(found) > 1 and not self._continues:
-            keys = [info.name for info in found[:4]]
-            self._continues = continues(lambda prefix: ask(Prefix=prefix, MaxKeys=1), prefix, keys, where)
+        names = _names(answer)
+        if len(names) > 1 and not self._continues:
+            some = list(names)[:4]
+            self._continues = continues(lambda prefix: ask(Prefix=prefix, MaxKeys=1), prefix, some, where)
+
+    def objects(self, ask: Callable[..., Mapping[str, Any]], prefix: str, where: str) -> Iterator[ObjectInfo]:
+        """Yield all objects under their whole keys, without a console's folder markers. See ``answers``."""
+        for answer in self.answers(ask, prefix, where):
+            found = [listed(entry, where) for entry in answer.get("Contents", ())]
+            yield from (info for info in found if not info.name.endswith("/"))
 
 
-def objects_of_gcs(ask: Callable[..., Mapping[str, Any]], prefix: str, where: str) -> Iterator[ObjectInfo]:
-    """Yield all objects of GCS's ``objects.list``, under their whole names. ``ask(**arguments)``: one call's answer.
+def pages_of_gcs(ask: Callable[..., Any], prefix: str, where: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the pages of a listing by GCS's ``objects.list``. ``ask(**arguments)``: one call's answer.
 
     Raises:
         Unavailable: an answer is no listing, such as the page of a gateway.
-        StoreError: an entry lacks the size.
     """
     token: dict[str, Any] = {}
     while True:
         page = ask(prefix=prefix, **token)
         if not isinstance(page, Mapping) or page.get("kind") != "storage#objects":
             raise Unavailable(f"{where}: expected a listing (storage#objects), got another answer. Check the service")
-        for item in page.get("items", ()):
-            if not item["name"].endswith("/"):  # a console's folder marker
-                yield ObjectInfo(item["name"], stated_size(item.get("size"), where))
+        yield page
         if not page.get("nextPageToken"):
             return
         token = {"pageToken": page["nextPageToken"]}
+
+
+def objects_of_gcs(ask: Callable[..., Any], prefix: str, where: str) -> Iterator[ObjectInfo]:
+    """Yield all objects of a listing by GCS under their whole names, without a console's folder markers.
+
+    Raises:
+        Unavailable: as ``pages_of_gcs``.
+        StoreError: an entry lacks the size.
+    """
+    for page in pages_of_gcs(ask, prefix, where):
+        for item in page.get("items", ()):
+            if not item["name"].endswith("/"):
+                yield ObjectInfo(item["name"], stated_size(item.get("size"), where))
 
 
 def next_page(answer: Mapping[str, Any], token: str | None, where: str) -> str | None:

@@ -1,0 +1,102 @@
+"""Lists the folders of an input on S3 or GCS, with the checks of a store's listings.
+
+s3fs and gcsfs silently end a listing at an answer that is no listing, such as a gateway's page, and where a store cuts
+its listings. Rows would be missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hsx_dist.config import public_url
+from hsx_dist.errors import ConfigError, StoreError
+from hsx_dist.inputs.sources import innermost
+from hsx_dist.store.base import ObjectInfo, stated_size
+from hsx_dist.store.pages import Pages, listed, name_below, pages_of_gcs, put_in_order
+
+#: Objects with what the service says about them, and folders with nothing.
+_Entries = Iterator[tuple[ObjectInfo, Mapping[str, Any] | None]]
+
+
+def in_bucket(fs: Any) -> bool:
+    """Whether a file system of fsspec, perhaps behind a cache, reads S3 or GCS."""
+    return bool(_schemes(fs) & {"s3", "gs"})
+
+
+def _schemes(fs: Any) -> set[str]:
+    schemes = getattr(innermost(fs), "protocol", ())
+    return {schemes} if isinstance(schemes, str) else set(schemes)
+
+
+class BucketFolders:
+    """A file system over S3 or GCS that lists each folder once."""
+
+    def __init__(self, fs: Any) -> None:
+        self._fs, self._bucket = fs, innermost(fs)
+        self._entries = self._of_s3 if "s3" in _schemes(fs) else self._of_gcs
+        self._pages = Pages()
+        self._found: dict[str, list[dict[str, Any]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fs, name)
+
+    def ls(self, folder: str, **_: Any) -> list[dict[str, Any]]:
+        """Return the objects and folders in a folder, as fsspec describes them.
+
+        Raises:
+            ConfigError: names may be missing, or are repeated.
+            FileNotFoundError: the folder has nothing in it.
+        """
+        path = folder.rstrip("/")
+        if path not in self._found:
+            bucket, key, *_ = self._bucket.split_path(path)
+            if not bucket:  # all buckets
+                return self._fs.ls(folder, detail=True)  # type: ignore[no-any-return]
+            try:
+                found = self._listed(bucket, f"{key}/" if key else "")
+            except StoreError as e:
+                raise ConfigError(str(e)) from None
+            self._found[path] = found
+            self._bucket.dircache[path] = found  # the sizes of these files take no more requests
+        return self._found[path]
+
+    def _listed(self, bucket: str, prefix: str) -> list[dict[str, Any]]:
+        where = f"input.path: listing of {public_url(f'{bucket}/{prefix}')}"
+        infos = dict[str, dict[str, Any]]()
+
+        def objects() -> Iterator[ObjectInfo]:
+            for info, said in self._entries(bucket, prefix, where):
+                name_below(prefix, info.name, where)
+                name = f"{bucket}/{info.name}"
+                infos[info.name] = (
+                    {"name": name.removesuffix("/"), "size": 0, "type": "directory", "StorageClass": "DIRECTORY"}
+                    if said is None
+                    else {**said, "name": name, "size": info.size, "type": "file"}
+                )
+                yield info
+
+        found = [infos[info.name] for info in put_in_order(objects(), where)]
+        if prefix and not found:
+            raise FileNotFoundError(prefix)
+        # A console stores an empty object as the marker of a folder.
+        return [info for info in found if info["size"] or not info["name"].endswith("/")]
+
+    def _of_s3(self, bucket: str, prefix: str, where: str) -> _Entries:
+        fs = self._bucket
+
+        def ask(**page: Any) -> Mapping[str, Any]:
+            return fs.call_s3("list_objects_v2", Bucket=bucket, Delimiter="/", **fs.req_kw, **page)  # type: ignore[no-any-return]
+
+        for answer in self._pages.answers(ask, prefix, where):
+            yield from ((listed(entry, where), entry) for entry in answer.get("Contents", ()))
+            yield from ((ObjectInfo(str(entry["Prefix"]), 0), None) for entry in answer.get("CommonPrefixes", ()))
+
+    def _of_gcs(self, bucket: str, prefix: str, where: str) -> _Entries:
+        def ask(**page: Any) -> Any:
+            return self._bucket.call("GET", "b/{}/o", bucket, json_out=True, delimiter="/", **page)
+
+        for page in pages_of_gcs(ask, prefix, where):
+            for item in page.get("items", ()):
+                yield ObjectInfo(item["name"], stated_size(item.get("size"), where)), item
+            yield from ((ObjectInfo(name, 0), None) for name in page.get("prefixes", ()))
