@@ -287,12 +287,13 @@ def _arrow(
 
 
 def _chosen(there: list[str], columns: Sequence[str], needed: Sequence[str], shown: str) -> list[str]:
+    """Return the requested columns of a file in its order: a step back in a file on a server fetches bytes again."""
     if not set(needed) & set(there):
         raise ConfigError(
             f"input: expected one of the columns {', '.join(needed)} in {shown}, got "
             f"{head(', '.join(there), 400)}. Name yours with input.text, input.messages or input.token_ids"
         )
-    chosen = [name for name in dict.fromkeys(columns) if name in there]
+    chosen = [name for name in dict.fromkeys(there) if name in columns]
     if twice := [name for name in chosen if there.count(name) > 1]:
         raise ConfigError(f"input: expected one column {twice[0]} in {shown}, got several. Rename or remove the others")
     return chosen

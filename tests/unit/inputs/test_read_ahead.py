@@ -145,6 +145,15 @@ def test_columns_of_a_parquet_file_are_fetched_about_once(server: _Server) -> No
     assert len(server.sent) < 24
 
 
+def test_columns_are_fetched_in_the_order_of_the_file(server: _Server) -> None:
+    """Each step back in a row group would fetch 64 KiB more."""
+    out, names = io.BytesIO(), ["d", "c", "b", "a", "text"]
+    column = [random.Random(i).randbytes(100).hex() for i in range(2000)]
+    pq.write_table(pa.table(dict.fromkeys(names, column)), out, compression="none", row_group_size=100)
+    assert _read(server.url("a.parquet", out.getvalue()), metadata=sorted(names[:-1])) == 2000
+    assert sum(server.sent) < 1.3 * len(out.getvalue())
+
+
 @pytest.mark.parametrize("jump", [False, True])
 def test_a_jump_in_a_zip_file_fetches_few_bytes(server: _Server, jump: bool) -> None:
     out, names = io.BytesIO(), [f"{i:02}.txt" for i in range(20)]
