@@ -206,7 +206,7 @@ def _parquet(
     parquet = open_parquet(file)
     chosen = _chosen(parquet.schema_arrow.names, columns, needed, shown)
     check_fields(parquet.schema_arrow, chosen)
-    leaves = _leaves(parquet.metadata, chosen)
+    leaves = _leaves(parquet, chosen)
     refuse_parquet_json(leaves.values())
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
     _require_counts(parquet.metadata, groups, leaves, shown)
@@ -215,17 +215,17 @@ def _parquet(
     rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
     # One row group at a time: Arrow cannot join nested dictionaries of two groups in a batch.
     for i in range(len(groups)):
-        for batch in parquet.iter_batches(batch_size=rows, columns=chosen, row_groups=[i]):
+        for batch in parquet.reader.iter_batches(rows, row_groups=[i], column_indices=list(leaves)):
             # Also the dictionaries, which Arrow copies for each batch.
             allowance.take(allocated=sum(map(referenced_bytes, batch.columns)))
             yield batch
 
 
-def _leaves(metadata: Any, columns: Sequence[str]) -> dict[int, Any]:
+def _leaves(parquet: Any, columns: Sequence[str]) -> dict[int, Any]:
     """Return the schema of each stored column that belongs to one of ``columns``, by its number."""
-    schema = ((i, metadata.schema.column(i)) for i in range(metadata.num_columns))
-    begins = tuple(f"{name}." for name in columns)  # a name may have a dot, too
-    return {i: leaf for i, leaf in schema if f"{leaf.path}.".startswith(begins)}
+    # Not by ``path``, whose names are joined by dots: a name may have a dot, too.
+    paths = enumerate(parquet.reader.column_paths)
+    return {i: parquet.metadata.schema.column(i) for i, (name, *_) in paths if name in columns}
 
 
 def _require_counts(metadata: Any, groups: Sequence[Any], leaves: Mapping[int, Any], shown: str) -> None:

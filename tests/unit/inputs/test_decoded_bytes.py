@@ -120,6 +120,29 @@ def test_a_table_in_a_zip_file_is_compared_with_its_bytes_there(
         _read(f"zip://a.arrow::{tmp_path}/a.zip")
 
 
+@pytest.mark.usefixtures("mebibyte")
+def test_a_column_whose_name_begins_with_another_name_and_a_dot_is_another_column(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    note = pa.array([{"a": {"b": [1]}, "m": [("k", 2)]}], pa.struct([
+        ("a", pa.struct([("b", pa.list_(pa.int8()))])), ("m", pa.map_(pa.string(), pa.int8()))
+    ]))  # fmt: skip
+    large = pa.array(["a" * (3 << 20)])
+    table = {"text.meta": pa.array(["{}"], pa.json_()), "note": note, "text": ["b"], "text.x": large, "note.a": [[3]]}
+    pq.write_table(pa.table(table), path, compression="zstd", use_dictionary=False, store_schema=False)
+    for names, values in (
+        (["note"], {"note": {"a": {"b": [1]}, "m": {"k": 2}}}),
+        (["note.a"], {"note.a": [3]}),
+        (["note.a", "note"], {"note.a": [3], "note": {"a": {"b": [1]}, "m": {"k": 2}}}),
+    ):
+        (row,) = _read(path, metadata=names)
+        assert isinstance(row, Row)
+        assert (row.text, row.metadata) == ("b", values)
+    with pytest.raises(FormatError, match=r"column text\.meta: .*JSON"):
+        _read(path, metadata=["text.meta"])
+    with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
+        _read(path, metadata=["text.x"])
+
+
 def _encoded(places: list[int], texts: list[str]) -> Any:
     return pa.record_batch({"text": pa.DictionaryArray.from_arrays(pa.array(places), pa.array(texts), safe=False)})
 
