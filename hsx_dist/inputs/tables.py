@@ -30,7 +30,7 @@ from hsx_dist.text import bounded, head
 _PYARROW = 21
 #: Rows of a batch. Its bytes have other limits.
 BATCH_ROWS = 256
-#: Decoded bytes of a Parquet file's batch, estimated from its row groups' sizes.
+#: Decoded bytes of a Parquet file's batch, estimated from the sizes of the requested columns in its row group.
 _DECODED_BYTES = 64 << 20
 #: Least bytes of a decoded value of Parquet: its two levels.
 _LEAST_VALUE = 4
@@ -211,10 +211,11 @@ def _parquet(
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
     _require_counts(parquet.metadata, groups, leaves, shown)
     _require_sizes(groups, leaves, file.size, allowance)
-    row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
-    rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
     # One row group at a time: Arrow cannot join nested dictionaries of two groups in a batch.
-    for i in range(len(groups)):
+    for i, group in enumerate(groups):
+        # By the bytes that the allowance counts: a wrong size of a whole group could make batches of one row for free.
+        row = _decoded_bytes(group, leaves) // max(group.num_rows, 1)
+        rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
         for batch in parquet.reader.iter_batches(rows, row_groups=[i], column_indices=list(leaves)):
             # Also the dictionaries, which Arrow copies for each batch.
             allowance.take(allocated=sum(map(referenced_bytes, batch.columns)))
@@ -243,17 +244,22 @@ def _require_sizes(groups: Sequence[Any], leaves: Iterable[int], size: int, allo
     """Raise FormatError if a footer's column chunks overlap, or decode to more bytes than ``allowance`` permits.
 
     Arrow reads as many bytes of a chunk as the footer says, and decodes each of its pages, however few the rows need.
-    Run lengths of equal values take no bytes, so each value counts.
     """
-    chunks = [group.column(i) for group in groups for i in leaves]
-    if sum(max(chunk.total_compressed_size, 0) for chunk in chunks) > size:
+    if sum(max(group.column(i).total_compressed_size, 0) for group in groups for i in leaves) > size:
         raise FormatError(
             f"expected column chunks of at most {size} bytes, the file's size, got more: they overlap. Write or copy "
             "the file again"
         )
-    allowance.take(
-        decoded=sum(max(chunk.total_uncompressed_size, _LEAST_VALUE * chunk.num_values, 0) for chunk in chunks)
-    )
+    allowance.take(decoded=sum(_decoded_bytes(group, leaves) for group in groups))
+
+
+def _decoded_bytes(group: Any, leaves: Iterable[int]) -> int:
+    """Return the bytes to which stored columns of a row group decode, as its footer says.
+
+    Run lengths of equal values take no bytes, so each value counts.
+    """
+    chunks = (group.column(i) for i in leaves)
+    return sum(max(chunk.total_uncompressed_size, _LEAST_VALUE * chunk.num_values, 0) for chunk in chunks)
 
 
 def _arrow(

@@ -19,6 +19,8 @@ from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs import allowance, tables
+from hsx_dist.inputs.listing import find_input
+from hsx_dist.inputs.records import read_batches
 from hsx_dist.inputs.row_cost import cost_of_columns, referenced_bytes
 from hsx_dist.inputs.rows import Row, read_rows
 from tests.harness.traced_memory import trace_memory
@@ -93,6 +95,35 @@ def test_a_footer_that_names_a_column_chunk_many_times_is_refused(tmp_path: Path
     _named(path, 3)
     with pytest.raises(FormatError, match="they overlap"):
         _read(path)
+
+
+def _varint(value: int) -> bytes:
+    """Return an integer of 0 or more as in a Parquet footer."""
+    value *= 2
+    most = max(0, (value.bit_length() - 1) // 7)
+    return bytes([*(value >> 7 * i & 127 | 128 for i in range(most)), value >> 7 * most])
+
+
+def test_only_the_sizes_of_requested_columns_make_small_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of one row takes about as long as one of 256. The size of a whole row group has no limit."""
+    monkeypatch.setattr(tables, "_DECODED_BYTES", 1 << 16)
+    path, schema = tmp_path / "a.parquet", pa.schema({"text": pa.string(), "large": pa.string()})
+    with pq.ParquetWriter(path, schema, use_dictionary=False, store_schema=False) as writer:
+        for rows, text, large in ((512, "a", "b" * 1000), (16, "a" * (1 << 14), "b")):
+            writer.write_table(pa.table({"text": [text] * rows, "large": [large] * rows}))
+    group, data = pq.read_metadata(path).row_group(0), path.read_bytes()
+    end = len(data) - 8
+    footer = data[end - struct.unpack("<I", data[end:-4])[0] : end]
+    honest, false = (
+        b"\x16" + _varint(size) + b"\x16" + _varint(512) for size in (group.total_byte_size, (1 << 16) * 512)
+    )
+    assert footer.count(honest) == 1
+    for found in (footer, footer.replace(honest, false)):
+        path.write_bytes(data[: end - len(footer)] + found + struct.pack("<I", len(found)) + b"PAR1")
+        batches = read_batches(find_input(InputConfig(path=str(path))), ["text"], ["text"])
+        assert [len(batch.records) for batch in batches if batch.records] == [256, 256, 3, 3, 3, 3, 3, 1]
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
