@@ -79,8 +79,8 @@ class BucketFolders:
         found = [infos[info.name] for info in put_in_order(objects(), where)]
         if prefix and not found:
             raise FileNotFoundError(prefix)
-        # A console stores an empty object as the marker of a folder.
-        return [info for info in found if info["size"] or not info["name"].endswith("/")]
+        # A console stores an empty object as the marker of its folder.
+        return [info for info in found if info["type"] == "directory" or info["size"] or info["name"][-1] != "/"]
 
     def _of_s3(self, bucket: str, prefix: str, where: str) -> _Entries:
         fs = self._bucket

@@ -109,6 +109,16 @@ def test_folders_and_globs_of_a_bucket(url: str, scheme: str) -> None:
         found(url, f"{scheme}://b/none/*.jsonl")
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_names_that_a_path_does_not_distinguish_are_refused(
+    url: str, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    for path, *names in (("in", "in/", "in//0.jsonl"), ("in", "in/0.jsonl", "in/0.jsonl/1.jsonl"), ("", "/0.jsonl")):
+        monkeypatch.setattr(Bucket, "names", tuple(names))
+        with pytest.raises(ConfigError, match="with and without a slash at the end"):
+            found(url, f"{scheme}://b/{path}/*" if path else f"{scheme}://b/*.jsonl")
+
+
 def test_each_folder_is_listed_once_and_the_service_is_checked_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bucket, "names", ("in/0.jsonl", "in/a/1.jsonl", "in/a/2.jsonl"))
     assert len(found(url, "s3://b/in").sources) == 3
