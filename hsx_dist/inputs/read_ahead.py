@@ -10,10 +10,10 @@ from typing import Any
 
 from fsspec.caching import ReadAheadCache
 
+from hsx_dist.inputs.whole_file import not_whole, whole_ranges
+
 #: Bytes that are read ahead after a jump, and at most. A jump skips more than ``_LEAST`` bytes, or goes back.
 _LEAST, _MOST = 1 << 16, 5 << 20
-#: A file of at most so many bytes is fetched whole. Servers without ranges, such as Python's, give only whole files.
-_WHOLE = _MOST
 #: Default caches of fsspec's file systems. Others are in a chosen URL (``blockcache::``) or option.
 _DEFAULTS = ("adaptive", "bytes", "readahead")
 
@@ -29,9 +29,6 @@ class GrowingReadAhead(ReadAheadCache):  # type: ignore[misc]
 
     def _fetch(self, start: int | None, end: int | None) -> bytes:
         start, end = start or 0, self.size if end is None else end
-        if self.size <= _WHOLE and not self.cache:
-            self.blocksize = 0
-            super()._fetch(0, self.size)
         if not 0 <= start - self._ended <= _LEAST:
             self._began = start
         self._ended = end
@@ -39,13 +36,35 @@ class GrowingReadAhead(ReadAheadCache):  # type: ignore[misc]
         return super()._fetch(start, end)  # type: ignore[no-any-return]
 
 
-def limit_read_ahead(file: Any) -> None:
-    """Replace the cache of fsspec's ``file`` by ``GrowingReadAhead``, if it has a default one."""
+def check_fetched(file: Any, shown: str, *, in_order: bool) -> None:
+    """Make fsspec's ``file`` raise ``Unavailable`` for an answer that has not exactly the bytes that were asked for.
+
+    Replaces a default cache. A file that is read ``in_order`` keeps its size of a block, others get
+    ``GrowingReadAhead``.
+    """
     cache = getattr(file, "cache", None)
-    if getattr(cache, "name", None) in _DEFAULTS:
-        file.cache = GrowingReadAhead(file._fetch_range, file.size)
+    if cache is None or file.size is None:
+        return
+    fetch = whole_ranges(file, shown)
+    if cache.name in _DEFAULTS:
+        file.cache = (
+            ReadAheadCache(file.blocksize, fetch, file.size) if in_order else GrowingReadAhead(fetch, file.size)
+        )
         # Ends the tasks of an adaptive cache. Not by the instance's close, which gcsfs replaces.
         getattr(type(cache), "close", lambda _: None)(cache)
+        return
+
+    def fetched(start: int, end: int) -> bytes:
+        try:
+            return fetch(start, end)
+        except BaseException:
+            if hasattr(cache, "blocks"):
+                cache.blocks.clear()  # fsspec marks a block of blockcache:: as stored before it fetches it
+            raise
+
+    if (data := getattr(cache, "data", None)) is not None and len(data) != file.size:  # fetched when it was opened
+        raise not_whole(shown, file.size, str(len(data)))
+    cache.fetcher, cache.multi_fetcher = fetched, None
 
 
 def fetched_bytes(file: Any) -> int:

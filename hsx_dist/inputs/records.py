@@ -62,7 +62,7 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
         number, at = -1, 0
         lines = source.format in ("jsonl", "text")
         for path in source.files:
-            shown = public_url(path)
+            shown, table = public_url(path), None
             try:
                 with ExitStack() as stack:
                     file = stack.enter_context(found.open(path, compressed=lines))
@@ -84,6 +84,8 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
                         yield RecordBatch(source.label, source.format, shown, batch)
                 at = number + 1
             except FormatError as e:
+                if table is not None and table.failed is not None:
+                    raise _read_error(table.failed, shown, number) from None
                 raise FormatError(f"{shown}, after row {number}: {e}") from e
             except (HsxError, MemoryError):
                 raise
@@ -92,8 +94,10 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
 
 
 def _read_error(error: Exception, shown: str, number: int) -> HsxError:
-    """Convert an error of a file system or a decompressor to an error without its text."""
+    """Convert an error of a file system or a decompressor to an error without its text. Errors of this package stay."""
     kind = type(error).__name__
+    if isinstance(error, HsxError):
+        return error
     if isinstance(error, _BROKEN):
         return FormatError(
             f"expected {shown} to be whole, got broken compressed data after row {number} ({kind}). Write or copy the "

@@ -12,13 +12,15 @@ from typing import IO, Any, Literal, TypeVar
 from zipfile import ZIP_DEFLATED, ZIP_STORED
 
 import fsspec
+from fsspec.compression import compr
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.spec import AbstractBufferedFile
 
 from hsx_dist.config import InputConfig, is_local, public_url
-from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.errors import ConfigError, FormatError, Unavailable
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
-from hsx_dist.inputs.read_ahead import limit_read_ahead
+from hsx_dist.inputs.read_ahead import check_fetched
+from hsx_dist.inputs.web import MOST_WHOLE, check_stream, is_web
+from hsx_dist.inputs.whole_file import WholeFile, require_size
 from hsx_dist.store.opening import ARCHIVE_SCHEMES, check_options
 from hsx_dist.store.web_answers import bounding_answers
 from hsx_dist.text import head
@@ -80,25 +82,44 @@ class Input:
         """
 
         ending = posixpath.splitext(public_url(path))[1].lower()
+        size, shown = self.stored_bytes(path), public_url(path)
 
         def opened() -> IO[bytes]:
-            own = DECOMPRESSORS.get(ending) if compressed else None
             check_file(self._fs, path)
-            file: Any = self._fs.open(path, "rb", compression="gzip" if compressed and ending == ".gz" else None)
-            if own is not None:
-                return io.BufferedReader(DecompressedFile(file, own), _BUFFER)
+            file: Any = self._fs.open(path, "rb")
+            if _zip_file(self._fs) is None:
+                file = self._checked(file, shown, size, in_order=compressed)
             if not compressed:
-                limit_read_ahead(file)
-            # The readline of fsspec's own files takes no length, and a line may be larger than the memory. The readline
-            # of Python's decompressing files is slow.
-            lines = compressed and isinstance(file, AbstractBufferedFile | io.BufferedIOBase)
-            return io.BufferedReader(file, _BUFFER) if lines else file
+                return file  # type: ignore[no-any-return]
+            if ending == ".gz":
+                file = compr["gzip"](file, mode="rb")
+            elif ending in DECOMPRESSORS:
+                file = DecompressedFile(file, DECOMPRESSORS[ending])
+            # Other files' readline takes no length or is slow. A line may be larger than the memory.
+            return io.BufferedReader(file, _BUFFER)
 
         found = with_config_errors(opened, self.shown)
-        if compressed and ending == ".gz" and self.stored_bytes(path) == 0:  # gzip reads it as a file without rows
+        if compressed and ending == ".gz" and size == 0:  # gzip reads it as a file without rows
             found.close()
-            raise FormatError(f"expected {public_url(path)} to be whole, got an empty file. Write or copy it again")
+            raise FormatError(f"expected {shown} to be whole, got an empty file. Write or copy it again")
         return found
+
+    def _checked(self, file: Any, shown: str, size: int | None, *, in_order: bool) -> Any:
+        """Return ``file``, or a file over it, that raises ``Unavailable`` for other bytes than those asked for.
+
+        A local file may grow while it is read.
+        """
+        is_local_file = isinstance(self._fs, LocalFileSystem)
+        check_fetched(file, shown, in_order=in_order)
+        is_stream = is_web(str(getattr(file, "path", ""))) and file.size is None
+        if is_stream:
+            check_stream(file, shown, size)
+        elif size is not None and not is_local_file:
+            require_size(file, shown, size)
+        if in_order or (is_stream and size is not None and size <= MOST_WHOLE):
+            whole = WholeFile(file, shown, size, may_grow=is_local_file)
+            return whole if in_order else io.BytesIO(whole.readall())
+        return file
 
     def limiting_bytes(self, path: str) -> int | None:
         """Return the bytes by which ``Allowance`` limits a file of lines: its stored size.
@@ -157,7 +178,7 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     fs, path = fsspec.core.url_to_fs(config.path, **bounding_answers(config.path, config.storage_options))
     check_options(innermost(fs).storage_options)  # with those of fsspec's configuration
     if _zip_file(fs) is not None:
-        limit_read_ahead(innermost(fs).fo)
+        check_fetched(innermost(fs).fo, shown, in_order=False)
     if isinstance(innermost(fs), LocalFileSystem) and not isinstance(fs, LocalFileSystem):
         # Checks of local files look for links and FIFOs, which a cache hides.
         raise ConfigError(
@@ -233,7 +254,7 @@ def with_config_errors(do: Callable[[], _T], shown: str) -> _T:
     """Return the result of ``do``. Converts every error of a back end to a ``ConfigError`` without the error's text."""
     try:
         return do()
-    except (ConfigError, MemoryError):
+    except (ConfigError, Unavailable, MemoryError):
         raise
     except FileNotFoundError:
         came, todo = "no such file or bucket", "Check the path"

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import IO
 from zipfile import ZipExtFile
 
-from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.errors import FormatError
 from hsx_dist.inputs.read_ahead import fetched_bytes
+from hsx_dist.inputs.web import no_ranges
+from hsx_dist.inputs.whole_file import not_whole
 
 #: How often Arrow may read or fetch the bytes of a file, and bytes beyond it. It reads the footer or the schema a few
 #: times, all other bytes at most once, unless the footer names them several times. Parts in order are fetched once.
@@ -30,26 +32,25 @@ class StoreFile(io.RawIOBase):
 
     ``before_read``: called before Arrow reads bytes. What it raises ends the work on the file.
     ``skips``: called with the bytes that a further seek decompressed. What it raises ends the work on the file.
+    ``failed``: the error of the file system that ended a read.
     ``stored``: the file's bytes in the store, which are fewer than its own in a zip file. None: its own.
 
     Raises:
-        ConfigError: the file has no size that the store knows, and is a stream. Arrow reads a file's end first.
+        ConfigError: the file is a stream. Arrow reads a file's end first.
     """
 
     def __init__(self, file: IO[bytes], shown: str, stored: int | None) -> None:
         super().__init__()
-        self._file = file
+        self._file, self._shown = file, shown
+        self.failed: Exception | None = None  # Arrow gives some errors of a read another type
         self.before_read: Callable[[], None] | None = None
         self.skips: Callable[[int], None] | None = None
         try:
             size = file.seek(0, io.SEEK_END)
-        except (OSError, ValueError):
-            if stored is not None:
+        except (OSError, ValueError) as e:
+            if stored is not None and not isinstance(e, ValueError):
                 raise
-            raise ConfigError(
-                f"input.path: expected the size of {shown}, got none from its server. Use a server that sends "
-                "Content-Length, or copy the file to a folder"
-            ) from None
+            raise no_ranges(shown) from None
         file.seek(0)
         self.size, self.stored = size, size if stored is None else min(size, stored)
         self._read = self._skipped = 0
@@ -75,13 +76,15 @@ class StoreFile(io.RawIOBase):
         return at
 
     def read(self, size: int = -1) -> bytes:  # type: ignore[override]
+        """Return all of the ``size`` bytes that the file has. Arrow takes fewer as the file's end, or as its bytes."""
         if self.before_read is not None:
             self.before_read()
         try:
-            data = self._file.read(size)
+            data = self._whole(size)
         except MemoryError:
             raise
         except Exception as e:  # noqa: BLE001 (as in read_batches)
+            self.failed = e
             raise StoreFailed(e) from None
         self._read += len(data)
         if max(self._read, fetched_bytes(self._file)) > _FREE_READ + _MOST_READS * self.size:
@@ -89,4 +92,18 @@ class StoreFile(io.RawIOBase):
                 f"expected parts in order that do not overlap, got a file of {self.size} bytes that names the same "
                 "bytes many times, or jumps many times. Write the file again with its library"
             )
+        return data
+
+    def _whole(self, size: int) -> bytes:
+        begin = self._file.tell()
+        left = max(self.size - begin, 0)
+        left = left if size is None or size < 0 else min(size, left)
+        data = self._file.read(left)
+        while len(data) < left:
+            more = self._file.read(left - len(data))
+            if not more and isinstance(self._file, ZipExtFile):
+                return data  # its directory claims a false size
+            if not more:
+                raise not_whole(self._shown, self.size, str(begin + len(data)))
+            data += more
         return data

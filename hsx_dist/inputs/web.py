@@ -1,11 +1,18 @@
-"""Refuses what a web server sends in place of a file of rows: a page of links, or a list of files."""
+"""Files of web servers. Refuses what a server sends in place of a file of rows, or of the asked bytes of one."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from urllib.parse import urlsplit
 
-from hsx_dist.errors import ConfigError
+from fsspec.asyn import sync
+
+from hsx_dist.errors import ConfigError, Unavailable
+
+#: A file of at most so many bytes is fetched whole from a server that answers no ranges, such as Python's.
+MOST_WHOLE = 5 << 20
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]+)-([0-9]+)/([0-9]+|\*)")
 
 #: Types of pages and of lists of files. Web servers and object stores send them for a folder.
 _PAGES = ("text/html", "application/xhtml+xml", "text/xml", "application/xml")
@@ -14,6 +21,80 @@ _PAGES = ("text/html", "application/xhtml+xml", "text/xml", "application/xml")
 def is_web(path: str) -> bool:
     """Whether ``path`` of a file system is a URL of a web server."""
     return path.startswith(("http://", "https://"))
+
+
+class WebRanges:
+    """Fetches ranges of fsspec's ``file`` of known size. fsspec itself takes most answers for the asked bytes.
+
+    A server may send fewer bytes for a range, which it names. The rest is asked for again.
+    """
+
+    def __init__(self, file: Any, shown: str) -> None:
+        self._file, self._shown = file, shown
+        self._whole: bytes | None = None  # the file, if the server sent it for a range
+        self._has_ranges = False
+
+    def __call__(self, start: int, end: int) -> bytes:
+        """Return the bytes from ``start`` to ``end``.
+
+        Raises:
+            Unavailable: the answer has other bytes.
+            ConfigError: the server answers no ranges, and the file is large.
+        """
+        found = bytearray()
+        while self._whole is None and start + len(found) < end:
+            found += sync(self._file.loop, self._fetch, start + len(found), end)
+        return bytes(found) if self._whole is None else self._whole[start:end]
+
+    async def _fetch(self, start: int, end: int) -> bytes:
+        """Return at least the first byte. If the answer is the whole file, keep it if it is small."""
+        file, size = self._file, self._file.size
+        headers = {**file.kwargs.get("headers", {}), "Range": f"bytes={start}-{end - 1}"}
+        url, options = file.fs.encode_url(file.url), {**file.kwargs, "headers": headers}
+        async with file.session.get(url, **options) as answer:
+            answer.raise_for_status()
+            named = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+            if answer.status == 206 and named is not None:
+                first, last = int(named[1]), int(named[2])
+                if first == start and first <= last < end and named[3] in ("*", str(size)):
+                    self._has_ranges = True
+                    body: bytes = await answer.read()
+                    if len(body) == last - first + 1:
+                        return body
+            elif answer.status == 200 and answer.content_length in (None, size):
+                if size <= MOST_WHOLE:
+                    whole: bytes = await answer.content.readexactly(size)
+                    if answer.content.at_eof() or not await answer.content.read(1):
+                        self._whole = whole
+                        return whole[start:end]
+                elif not self._has_ranges and answer.content_length == size:
+                    if start == 0:
+                        return await answer.content.readexactly(end)  # type: ignore[no-any-return]
+                    raise no_ranges(self._shown)
+        raise Unavailable(
+            f"expected the bytes from {start} to {end} of {self._shown} and its {size}, got another answer of its "
+            f"server (status {answer.status}). Try again: stored rows are skipped"
+        )
+
+
+def check_stream(file: Any, shown: str, size: int | None) -> None:
+    """Raise ``Unavailable`` unless the answer that fsspec's ``file`` of a web server reads is the file."""
+    answer = file.r
+    right_size = size is None or answer.content_length in (None, size)
+    if answer.status == 200 and answer.content_type not in _PAGES and right_size:
+        return
+    raise Unavailable(
+        f"expected {shown}, got another answer of its server (status {answer.status}, type {answer.content_type}). Try "
+        "again: stored rows are skipped"
+    )
+
+
+def no_ranges(shown: str) -> ConfigError:
+    """Return the error for a file of which a reader needs parts, on a server that sends only a stream."""
+    return ConfigError(
+        f"input.path: expected the parts of {shown} that are asked for, got a stream of its server. Use a server that "
+        "sends Content-Length and answers ranges, or copy the file to a folder"
+    )
 
 
 def check_web_file(info: dict[str, Any], shown: str) -> None:

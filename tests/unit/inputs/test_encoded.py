@@ -146,6 +146,6 @@ def test_a_table_of_unknown_size_names_what_the_server_lacks(server: _Server) ->
     pq.write_table(pa.table({"text": ["a"]}), table)
     server.objects["x.parquet"] = table.getvalue(), ""
     with pytest.raises(
-        ConfigError, match=r"expected the size of http.*x\.parquet, got none.* that sends Content-Length"
+        ConfigError, match=r"expected the parts of http.*x\.parquet.*, got a stream.* that sends Content-Length"
     ):
         list(read_rows(InputConfig(path=f"{server.url}/x.parquet")))

@@ -9,13 +9,11 @@ import struct
 import threading
 import zipfile
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 from fsspec.caching import caches
@@ -24,9 +22,9 @@ from fsspec.spec import AbstractBufferedFile
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError
 from hsx_dist.inputs import allowance, read_ahead
-from hsx_dist.inputs.read_ahead import fetched_bytes, limit_read_ahead
+from hsx_dist.inputs.read_ahead import check_fetched, fetched_bytes
 from hsx_dist.inputs.rows import read_rows
-from tests.harness.http_server import Answers, served
+from tests.harness.http_server import Answers
 
 #: An entry of an Arrow file's footer: a batch's offset, and the lengths of its metadata and body.
 _BLOCK = struct.Struct("<qi4xq")
@@ -59,11 +57,6 @@ class _Handler(Answers):
         self.answer(206, body[start:end], Accept_Ranges="bytes", Content_Range=part)
 
 
-@pytest.fixture(autouse=True)
-def small_files_are_read_like_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_ahead, "_WHOLE", 0)
-
-
 @pytest.fixture
 def server(in_process: None) -> Iterator[_Server]:
     with _Server() as server:
@@ -93,18 +86,6 @@ def _arrow(before: int, filler: int, after: int, *, jump: bool) -> bytes:
 
 def _read(path: str, **settings: Any) -> int:
     return len(list(read_rows(InputConfig(path=path, **settings))))
-
-
-@pytest.mark.parametrize("name", ["a.arrow", "a.parquet"])
-def test_a_small_table_of_a_server_without_ranges_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None, name: str
-) -> None:
-    monkeypatch.setattr(read_ahead, "_WHOLE", 5 << 20)
-    table = pa.table({"text": [f"{i}" * 1000 for i in range(1000)]})
-    write: Any = feather.write_feather if name.endswith("arrow") else pq.write_table
-    write(table, str(tmp_path / name), compression="uncompressed" if name.endswith("arrow") else "none")
-    with served(partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as url:
-        assert _read(f"{url}/{name}") == 1000
 
 
 @pytest.mark.parametrize("jump", [False, True])
@@ -202,7 +183,7 @@ class _File(AbstractBufferedFile):  # type: ignore[misc]
 def test_a_default_cache_is_replaced_and_ended(kind: str) -> None:
     file = _File(kind)
     before = file.cache
-    limit_read_ahead(file)
+    check_fetched(file, "x", in_order=False)
     assert getattr(before, "_prefetcher", None) is None
     for start, size in ((300_000, 7), (0, 300_000), (10, 5), (len(file.data) - 3, 9)):
         file.seek(start)
@@ -210,9 +191,16 @@ def test_a_default_cache_is_replaced_and_ended(kind: str) -> None:
     assert 300_000 < fetched_bytes(file) < 600_000
 
 
+def test_a_file_that_is_read_in_order_keeps_its_size_of_a_block() -> None:
+    file = _File("bytes")
+    check_fetched(file, "x", in_order=True)
+    assert file.read(10) == file.data[:10]
+    assert file.cache.end == min(10 + file.blocksize, file.size)
+
+
 def test_a_chosen_cache_is_kept() -> None:
     file = _File("none")
     before = file.cache
-    limit_read_ahead(file)
+    check_fetched(file, "x", in_order=False)
     assert file.cache is before
     assert fetched_bytes(file) == 0

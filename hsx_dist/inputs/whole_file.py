@@ -1,0 +1,81 @@
+"""Reads of a file's bytes that are those that were asked for, to the end that the store states.
+
+fsspec takes each answer of a server for the bytes of the file, also a page or a part. It takes an empty answer for the
+file's end.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import IO, Any
+
+from hsx_dist.errors import Unavailable
+from hsx_dist.inputs.web import WebRanges, is_web
+
+
+class WholeFile(io.RawIOBase):
+    """Reads a file in order. Raises ``Unavailable`` if it ends before ``size``, or, unless ``may_grow``, after it."""
+
+    def __init__(self, file: IO[bytes], shown: str, size: int | None, *, may_grow: bool) -> None:
+        super().__init__()
+        self._file, self._shown, self._size, self._may_grow = file, shown, size, may_grow
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        data = self._file.read(len(target))
+        self._at += len(data)
+        if self._size is not None and target:
+            ends_early = not data and self._at < self._size
+            if ends_early or (self._at > self._size and not self._may_grow):
+                raise not_whole(self._shown, self._size, f"{self._at}{'' if ends_early else ' or more'}")
+        target[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+def whole_ranges(file: Any, shown: str) -> Callable[[int, int], bytes]:
+    """Return a function that fetches a range of fsspec's ``file``: exactly the bytes from its start to its end.
+
+    The function raises ``Unavailable`` for another answer.
+    """
+    fetch = WebRanges(file, shown) if is_web(str(file.path)) else file._fetch_range
+
+    def fetched(start: int, end: int) -> bytes:
+        end = min(end, file.size)
+        data: bytes = fetch(start, end)
+        if len(data) != end - start:
+            raise Unavailable(
+                f"expected the bytes from {start} to {end} of {shown}, got an answer of {len(data)} bytes. Try again: "
+                "stored rows are skipped"
+            )
+        return data
+
+    return fetched
+
+
+def require_size(file: IO[bytes], shown: str, size: int) -> None:
+    """Raise ``Unavailable`` if a file that can seek has another size. Streams have no size."""
+    try:
+        found = file.seek(0, io.SEEK_END)
+        file.seek(0)
+    except (OSError, ValueError):
+        return
+    if found != size:
+        raise not_whole(shown, size, str(found))
+
+
+def not_whole(shown: str, size: int, got: str) -> Unavailable:
+    """Return the error for a file with another size than the store states."""
+    return Unavailable(
+        f"expected {shown} to have {size} bytes, as its store states, got {got}. Try again: stored rows are skipped. "
+        "Delete its copy if a cache is before its URL"
+    )

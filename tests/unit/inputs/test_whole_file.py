@@ -1,0 +1,243 @@
+"""A server's answer that is not the asked bytes of an input file must not become rows, nor the end of the file."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from fsspec.spec import AbstractBufferedFile
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import ConfigError, Unavailable
+from hsx_dist.inputs import web
+from hsx_dist.inputs.read_ahead import check_fetched
+from hsx_dist.inputs.rows import read_rows
+from hsx_dist.inputs.web import check_stream
+from hsx_dist.inputs.whole_file import WholeFile
+from tests.harness.http_server import Answers, s3_options, served
+
+_BLOCK = 1 << 16
+_LINES = b"".join(b"row %06d %s\n" % (i, b"x" * 90) for i in range(6000))
+_PAGE = b"<html>\n502 bad gateway\n</html>"
+#: An answer to a GET: status, body, headers. None: the right one.
+_Answer = tuple[int, bytes, dict[str, str]] | None
+_Wrong = Callable[[int, int, bytes], _Answer]
+
+
+@contextmanager
+def _server(body: bytes, wrong: _Wrong | None = None, at: int = 1, **headers: str) -> Iterator[str]:
+    """Serve ``body`` as a file with ranges. ``wrong`` gives the answer to GET number ``at``, or to each if 0."""
+    seen = [0]
+
+    class Handler(Answers):
+        def do_HEAD(self) -> None:
+            self.answer(200, body, ETag='"1"', Last_Modified="Thu, 01 Jan 2026 00:00:00 GMT", **headers)
+
+        def do_GET(self) -> None:
+            seen[0] += 1
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            start, end = (int(asked[1]), min(int(asked[2]) + 1, len(body))) if asked else (0, len(body))
+            found = wrong(start, end, body) if wrong is not None and at in (0, seen[0]) else None
+            status, part, more = found or _range(start, end, body)
+            self.answer(status, part, ETag='"1"', Last_Modified="Thu, 01 Jan 2026 00:00:00 GMT", **more)
+
+    with served(Handler) as url:
+        yield url
+
+
+def _range(start: int, end: int, body: bytes, of: int | str | None = None) -> tuple[int, bytes, dict[str, str]]:
+    return 206, body[start:end], {"Content_Range": f"bytes {start}-{end - 1}/{of or len(body)}"}
+
+
+def _config(url: str, name: str, scheme: str) -> InputConfig:
+    if scheme == "http":
+        return InputConfig(path=f"{url}/{name}", storage_options={"block_size": _BLOCK})
+    return InputConfig(path=f"s3://b/{name}", storage_options={**s3_options(url), "default_block_size": _BLOCK})
+
+
+_WRONG: dict[str, _Wrong] = {
+    "a page": lambda *_: (200, _PAGE, {"Content_Type": "text/html"}),
+    "an empty answer": lambda *_: (200, b"", {}),
+    "no content": lambda *_: (204, b"", {}),
+    "an empty part": lambda s, e, _: (206, b"", {"Content_Range": f"bytes {s}-{e - 1}/{len(_LINES)}"}),
+    "a short part": lambda s, e, body: (206, body[s : e - 9], {"Content_Range": f"bytes {s}-{e - 1}/{len(body)}"}),
+    "another part": lambda s, e, body: (200 if s else 206, body[s + 7 : e], {"Content_Range": "bytes 7-9/10"}),
+    "past the end": lambda *_: (416, b"", {}),
+}
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("answer", _WRONG)
+def test_another_answer_gives_no_row_and_no_end(in_process: None, scheme: str, at: int, answer: str) -> None:
+    texts: list[str] = []
+    with _server(_LINES, _WRONG[answer], at) as url, pytest.raises(Unavailable):
+        texts.extend(row.text for row in read_rows(_config(url, "a.txt", scheme)))  # type: ignore[union-attr,misc]
+    assert texts == _LINES.decode().splitlines()[: len(texts)]
+    assert len(texts) < (1 if at == 1 else 6000)
+
+
+def test_the_whole_object_in_place_of_a_later_range_of_s3_is_refused(in_process: None) -> None:
+    with _server(_LINES, lambda *_: (200, _LINES, {}), at=2) as url, pytest.raises(Unavailable, match="612000 bytes"):
+        list(read_rows(_config(url, "a.txt", "s3")))
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_an_older_shorter_copy_of_a_web_file_is_refused(in_process: None, ending: str) -> None:
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[ending]
+    old = pack(_LINES[:3030])
+
+    def cached(start: int, end: int, _: bytes) -> _Answer:
+        return _range(start, min(end, len(old)), old) if start < len(old) else (416, b"", {})
+
+    with _server(old + pack(_LINES[3030:]), cached, at=0) as url, pytest.raises(Unavailable):
+        list(read_rows(_config(url, f"a.txt{ending}", "http")))
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+@pytest.mark.parametrize("answer", ["a page", "an empty answer", "a short part"])
+def test_another_answer_in_a_table_gives_no_value(in_process: None, scheme: str, answer: str) -> None:
+    out = io.BytesIO()
+    table = pa.table({"text": [f"{i:06d} {'x' * 93}" for i in range(8000)]})
+    with pa.ipc.new_file(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2000)
+    for at in (1, 3, 5):
+        with _server(out.getvalue(), _WRONG[answer], at) as url, pytest.raises(Unavailable):
+            list(read_rows(_config(url, "a.arrow", scheme)))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.parquet"])
+def test_a_web_server_may_send_fewer_bytes_of_a_range_and_name_them(in_process: None, name: str) -> None:
+    out = io.BytesIO()
+    table = pa.table({"text": _LINES.decode().splitlines()})
+    pq.write_table(table, out, compression="none", use_dictionary=False)
+    body = {"a.txt": _LINES, "a.txt.gz": gzip.compress(_LINES, 0), "a.parquet": out.getvalue()}[name]
+    with _server(body, lambda s, e, b: _range(s, min(e, s + 50_000), b, "*"), at=0) as url:
+        assert [row.text for row in read_rows(_config(url, name, "http"))] == _LINES.decode().splitlines()  # type: ignore[union-attr]
+
+
+def test_a_file_without_ranges_is_read_in_order(in_process: None) -> None:
+    def whole(_: int, __: int, body: bytes) -> _Answer:
+        return 200, body, {}
+
+    with _server(_LINES, whole, at=0, Accept_Ranges="none") as url:
+        assert len(list(read_rows(_config(url, "a.txt", "http")))) == 6000
+
+
+@pytest.mark.parametrize("body", [b"", _PAGE, _LINES[:-102]])
+def test_another_answer_of_a_server_without_ranges_is_refused(in_process: None, body: bytes) -> None:
+    with _server(_LINES, lambda *_: (200, body, {}), at=0, Accept_Ranges="none") as url, pytest.raises(Unavailable):
+        list(read_rows(_config(url, "a.txt", "http")))
+
+
+def test_a_stream_of_unknown_size_is_read(in_process: None) -> None:
+    class Handler(Answers):
+        protocol_version = "HTTP/1.0"  # the end of the connection ends the body
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain")
+            self.end_headers()
+            self.wfile.write(b"a\nb\n" if self.command == "GET" else b"")
+
+        do_HEAD = do_GET
+
+    with served(Handler) as url:
+        assert len(list(read_rows(InputConfig(path=f"{url}/a.txt")))) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "length"), [(204, "text/plain", None), (200, "text/html", None), (200, "text/plain", 3)]
+)
+def test_a_stream_of_another_answer_is_refused(status: int, kind: str, length: int | None) -> None:
+    answer = SimpleNamespace(status=status, content_type=kind, content_length=length)
+    with pytest.raises(Unavailable, match=f"another answer of its server .status {status}, type {kind}"):
+        check_stream(SimpleNamespace(r=answer), "x", 5)
+
+
+@pytest.mark.parametrize("says", [True, False])
+@pytest.mark.parametrize("name", ["a.arrow", "a.parquet"])
+def test_a_small_table_of_a_server_without_ranges_is_read_whole(
+    monkeypatch: pytest.MonkeyPatch, in_process: None, name: str, says: bool
+) -> None:
+    out = io.BytesIO()
+    table = pa.table({"text": [f"{i}" * 1000 for i in range(1000)]})
+    write: Any = feather.write_feather if name.endswith("arrow") else pq.write_table
+    write(table, out, compression="uncompressed" if name.endswith("arrow") else "none")
+    gets: list[int] = []
+
+    def whole(start: int, _: int, body: bytes) -> _Answer:
+        gets.append(start)
+        return 200, body, {}
+
+    headers = {"Accept_Ranges": "none"} if says else {}
+    with _server(out.getvalue(), whole, at=0, **headers) as url:
+        assert len(list(read_rows(_config(url, name, "http")))) == 1000
+        assert len(gets) == 1
+        monkeypatch.setattr(web, "MOST_WHOLE", 1000)
+        monkeypatch.setattr("hsx_dist.inputs.sources.MOST_WHOLE", 1000)
+        with pytest.raises(ConfigError, match="that sends Content-Length and answers ranges"):
+            list(read_rows(_config(url, name, "http")))
+
+
+def test_a_server_of_python_serves_lines_and_tables(tmp_path: Path, in_process: None) -> None:
+    (tmp_path / "a.txt").write_bytes(_LINES)
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "a.parquet")
+    with served(partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as url:
+        assert len(list(read_rows(InputConfig(path=f"{url}/a.txt")))) == 6000
+        assert len(list(read_rows(InputConfig(path=f"{url}/a.parquet")))) == 2
+
+
+def test_a_cache_of_whole_files_does_not_hide_another_answer(in_process: None) -> None:
+    with _server(_LINES, lambda *_: (200, _PAGE, {}), at=0) as url, pytest.raises(Unavailable, match="612000 bytes"):
+        list(read_rows(InputConfig(path=f"simplecache::{url}/a.txt")))
+    with _server(_LINES) as url:
+        assert len(list(read_rows(InputConfig(path=f"simplecache::{url}/a.txt")))) == 6000
+
+
+class _File(AbstractBufferedFile):  # type: ignore[misc]
+    def __init__(self, cache_type: str) -> None:
+        self.answers = [b"page", _LINES[:100]]
+        super().__init__(None, "x", size=100, cache_type=cache_type)
+
+    def _fetch_range(self, *_: int) -> bytes:
+        return self.answers.pop(0)
+
+
+@pytest.mark.parametrize("kind", ["none", "mmap", "blockcache", "first"])
+def test_a_chosen_cache_keeps_no_other_answer(kind: str) -> None:
+    file = _File(kind)
+    check_fetched(file, "x", in_order=True)
+    with pytest.raises(Unavailable, match="from 0 to 100 of x, got an answer of 4 bytes"):
+        file.read(100)
+    file.seek(0)
+    assert file.read(100) == _LINES[:100]
+
+
+def test_a_file_that_was_fetched_when_it_was_opened_is_checked() -> None:
+    with pytest.raises(Unavailable, match="got 4"):
+        check_fetched(_File("all"), "x", in_order=True)
+
+
+def test_a_local_file_may_grow_but_not_end_early() -> None:
+    def read(size: int, *, may_grow: bool = True) -> int:
+        return len(io.BufferedReader(WholeFile(io.BytesIO(b"12345"), "x", size, may_grow=may_grow)).read())
+
+    assert (read(5), read(3), read(5, may_grow=False)) == (5, 5, 5)
+    with pytest.raises(Unavailable, match=r"expected x to have 6 bytes.* got 5"):
+        read(6)
+    with pytest.raises(Unavailable, match="got 5 or more"):
+        read(3, may_grow=False)
