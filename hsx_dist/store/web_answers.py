@@ -3,6 +3,7 @@
 - A ``Content-Encoding`` is not decoded. aiohttp decodes it without a limit: 48 KB can take GiB of memory. Every writer
   of a GCS bucket can set it for an object. s3fs and obstore decode nothing.
 - The answer to a range request ends with an error at the first byte too many (``BoundedResponse``).
+- A transfer may take any time, but each wait for bytes has a limit. aiohttp ends each transfer after five minutes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ _SESSION = {
     "gs": "session_kwargs",
     "gcs": "session_kwargs",
 }
+#: Limits in seconds of a connection attempt, and of a wait for the next bytes of an answer.
+_CONNECT_S, _NEXT_BYTES_S = 30, 60
 
 
 def bounding_answers(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,7 +37,9 @@ def bounding_answers(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bounding(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    from hsx_dist.store.bounded_response import BoundedResponse  # aiohttp is part of an extra
+    from aiohttp import ClientTimeout  # part of an extra
+
+    from hsx_dist.store.bounded_response import BoundedResponse
 
     session = options.get(_SESSION[scheme]) or {}
     own = {
@@ -42,4 +47,5 @@ def _bounding(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
         "auto_decompress": False,
         "response_class": BoundedResponse,
     }
-    return {**options, _SESSION[scheme]: {**session, **own}}
+    timeout = ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_NEXT_BYTES_S)
+    return {**options, _SESSION[scheme]: {"timeout": timeout, **session, **own}}

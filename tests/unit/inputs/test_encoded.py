@@ -8,12 +8,14 @@ import io
 import threading
 import zipfile
 from collections.abc import Iterator
+from typing import Any
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from aiohttp import ClientTimeout
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
@@ -110,10 +112,17 @@ def test_a_chain_does_not_decode(server: _Server) -> None:
 
 
 def test_the_users_options_are_kept() -> None:
-    given = {"http": {"a": 1}, "b": 2, "client_kwargs": {"trust_env": True, "headers": {"Cookie": "c"}}}
+    given: dict[str, Any] = {"http": {"a": 1}, "b": 2, "client_kwargs": {"trust_env": True, "headers": {"Cookie": "c"}}}
+    given["client_kwargs"]["timeout"] = ClientTimeout(total=7)
     own = {"auto_decompress": False, "response_class": BoundedResponse}
-    session = {**own, "headers": {"Accept-Encoding": "identity"}}
-    merged = {**own, "trust_env": True, "headers": {"Accept-Encoding": "identity", "Cookie": "c"}}
+    timeout = ClientTimeout(total=None, sock_connect=30, sock_read=60)
+    session = {**own, "timeout": timeout, "headers": {"Accept-Encoding": "identity"}}
+    merged = {
+        **own,
+        "timeout": ClientTimeout(total=7),
+        "trust_env": True,
+        "headers": {"Accept-Encoding": "identity", "Cookie": "c"},
+    }
     assert bounding_answers("http://h/x", given) == {"a": 1, "b": 2, "client_kwargs": merged}
     assert bounding_answers("zip://x::gs://b/y", {"gs": {"token": "t"}}) == {
         "gs": {"token": "t", "session_kwargs": session}

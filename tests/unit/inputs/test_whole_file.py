@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
@@ -143,7 +144,7 @@ def test_another_answer_of_a_server_without_ranges_is_refused(in_process: None, 
         list(read_rows(_config(url, "a.txt", "http")))
 
 
-def test_a_stream_of_unknown_size_is_read(in_process: None) -> None:
+def test_a_stream_of_unknown_size_is_read_in_any_time(monkeypatch: pytest.MonkeyPatch, in_process: None) -> None:
     class Handler(Answers):
         protocol_version = "HTTP/1.0"  # the end of the connection ends the body
 
@@ -155,6 +156,8 @@ def test_a_stream_of_unknown_size_is_read(in_process: None) -> None:
 
         do_HEAD = do_GET
 
+    # aiohttp's own limit for a whole transfer, however slowly its rows are taken.
+    monkeypatch.setattr(aiohttp.client, "DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=1e-9))
     with served(Handler) as url:
         assert len(list(read_rows(InputConfig(path=f"{url}/a.txt")))) == 2
 
