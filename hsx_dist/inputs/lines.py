@@ -20,14 +20,15 @@ def read_lines(file: IO[bytes], most: int, allowance: Allowance | None) -> Itera
 
     Raises ``FormatError`` for a line that is far too long, for very many empty lines, and for more lines or bytes than
     ``allowance`` permits. In a compressed file, such lines take almost no space. ``allowance`` is None for a plain file
-    of unknown size, which holds only what arrives.
+    of unknown size, which holds only what arrives. A line's end, LF or CR LF, does not count for ``most``.
     """
     number, empty = -1, 0
-    while line := file.readline(most + 1):
+    while line := file.readline(most + 2):
         number += 1
         if allowance is not None:
             allowance.take(rows=1, decoded=len(line))
-        if len(line) <= most and not line.strip():
+        is_long = len(line) > most and len(line.removesuffix(b"\r\n").removesuffix(b"\n")) > most
+        if not is_long and not line.strip():
             empty += 1
             if empty > _MOST_EMPTY:
                 raise FormatError(f"expected rows, got more than {_MOST_EMPTY} empty lines in a row. Remove them")
@@ -35,7 +36,7 @@ def read_lines(file: IO[bytes], most: int, allowance: Allowance | None) -> Itera
         for i in range(empty):
             yield number - empty + i, b""
         empty = 0
-        if len(line) > most:
+        if is_long:
             skipped = len(line)
             while line and not line.endswith(b"\n"):
                 line = file.readline(min(most, _BUFFER))

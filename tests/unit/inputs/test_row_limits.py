@@ -57,6 +57,14 @@ def test_a_compressed_line_is_not_expanded_beyond_the_limit(tmp_path: Path, endi
     assert held < 16 << 20
 
 
+@pytest.mark.parametrize(("more", "end"), [(0, b""), (0, b"\n"), (0, b"\r\n"), (1, b""), (1, b"\n"), (1, b"\r\n")])
+def test_the_end_of_a_line_does_not_count_for_its_limit(tmp_path: Path, more: int, end: bytes) -> None:
+    path = tmp_path / "in.txt"
+    path.write_bytes(b"x" * (1024 + more) + end)
+    (row,), _ = _rows(path, max_row_bytes="1KiB")
+    assert isinstance(row, RowFate if more else Row)
+
+
 @pytest.mark.traced
 @pytest.mark.parametrize("ending", _PACK)
 def test_a_line_without_end_ends_the_input(tmp_path: Path, ending: str) -> None:
