@@ -72,8 +72,8 @@ class WebRanges:
                         return await answer.content.readexactly(end)  # type: ignore[no-any-return]
                     raise no_ranges(self._shown)
         raise Unavailable(
-            f"expected the bytes from {start} to {end} of {self._shown} and its {size}, got another answer of its "
-            f"server (status {answer.status}). Try again: stored rows are skipped"
+            f"expected the bytes from {start} to {end} of {self._shown}, which has {size} bytes, got another answer of "
+            f"its server (status {answer.status}). Try again: stored rows are skipped"
         )
 
 

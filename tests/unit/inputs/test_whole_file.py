@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import re
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -118,6 +119,17 @@ def test_another_answer_in_a_table_gives_no_value(in_process: None, scheme: str,
     for at in (1, 3, 5):
         with _server(out.getvalue(), _WRONG[answer], at) as url, pytest.raises(Unavailable):
             list(read_rows(_config(url, "a.arrow", scheme)))
+
+
+@pytest.mark.parametrize("answer", ["a page", "an empty answer", "a short part"])
+def test_another_answer_in_a_zip_file_gives_no_row(in_process: None, answer: str) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as members:
+        members.writestr("a.txt", _LINES)
+    rows: list[Any] = []
+    with _server(packed.getvalue(), _WRONG[answer], at=5) as url, pytest.raises(Unavailable):
+        rows.extend(read_rows(InputConfig(path=f"zip://a.txt::{url}/a.zip")))
+    assert [row.text for row in rows] == _LINES.decode().splitlines()[: len(rows)]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.parquet"])
