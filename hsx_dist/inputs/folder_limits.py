@@ -9,6 +9,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.zip import ZipFileSystem
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.text import head
 
 #: Limit of the folders of a path, and of its characters. All beginnings of a zip file's path are kept, and each folder
 #: of an object store is listed.
@@ -55,6 +56,11 @@ class ZipFolders:
         for member in members:
             name, kind = member.filename.rstrip("/"), "directory" if member.is_dir() else "file"
             check_path(name, "a zip file")
+            if {".", ".."} & set(name.split("/")):
+                raise ConfigError(
+                    "input.path: expected names of files and folders in a zip file, got the member "
+                    f"{head(name, 200)!r}. Write the zip file without such steps"
+                )
             while name and (name, kind) not in seen:
                 seen.add((name, kind))
                 folder = name.rpartition("/")[0].rstrip("/")

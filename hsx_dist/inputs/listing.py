@@ -29,8 +29,10 @@ from hsx_dist.inputs.sources import (
     Input,
     InputSource,
     check_file,
+    ending,
     file_system,
     innermost,
+    unsigned,
     with_config_errors,
 )
 from hsx_dist.inputs.web import check_web_file, is_web, no_web_file
@@ -250,7 +252,7 @@ def _kind_of_target(fs: Any, path: str) -> Any:
 def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> list[InputSource]:
     sources = []
     for path, kind in sorted(found.items()):
-        name = _unsigned(path).removeprefix(_unsigned(base)).strip("/")
+        name = unsigned(path).removeprefix(unsigned(base)).strip("/")
         if kind == "directory":
             if config.format not in ("auto", "dataset") or not _listed(fs, path, _STATE):
                 raise ConfigError(
@@ -340,7 +342,7 @@ def _format(path: str, asked: str) -> Format | None:
 
     ``rows.jsonl.lz4`` has the format of ``rows.jsonl``: opening it raises an error that names the known compressions.
     """
-    known = _FORMATS.get(_suffix(_REFUSED.sub("", COMPRESSED.sub("", _unsigned(path)))))
+    known = _FORMATS.get(_suffix(_REFUSED.sub("", COMPRESSED.sub("", unsigned(path)))))
     if asked == "auto":
         return known
     if asked == "dataset":
@@ -351,8 +353,8 @@ def _format(path: str, asked: str) -> Format | None:
 
 def _check_no_rows(path: str) -> None:
     """Raise ConfigError for a file such as ``rows.jsonl.gzip``, which is not read and may have rows."""
-    name, ending = posixpath.splitext(COMPRESSED.sub("", _unsigned(path)))
-    if _suffix(name) in _FORMATS and not _NO_ROWS.fullmatch(ending):
+    name, last = posixpath.splitext(COMPRESSED.sub("", unsigned(path)))
+    if _suffix(name) in _FORMATS and not _NO_ROWS.fullmatch(last):
         raise ConfigError(
             "input.path: expected files of rows, plain or compressed as .gz, .zst, .xz or .bz2, got "
             f"{public_url(path)}. Rename or convert it, use a glob that does not match it, or set input.format to read "
@@ -360,21 +362,12 @@ def _check_no_rows(path: str) -> None:
         )
 
 
-def _unsigned(path: str) -> str:
-    """Return a path without a query: the links of a web page may be signed, and keys must not have a signature.
-
-    A path without a scheme is returned unchanged, also if it looks like an address (``a:b@c.jsonl``): two such files
-    must not have the same name.
-    """
-    return public_url(path) if "://" in path else path
-
-
 def _suffix(path: str) -> str:
-    return posixpath.splitext(COMPRESSED.sub("", _unsigned(path)))[1].lower()
+    return ending(COMPRESSED.sub("", unsigned(path)))
 
 
 def stem(path: str) -> str:
     """Return a file's name without folder and known endings: ``train`` for ``a/train.jsonl.zst``."""
-    name = COMPRESSED.sub("", _unsigned(path).rstrip("/").rpartition("/")[2])
+    name = COMPRESSED.sub("", unsigned(path).rstrip("/").rpartition("/")[2])
     root, suffix = posixpath.splitext(name)
     return (root if suffix.lower() in _FORMATS else name) or name

@@ -29,7 +29,8 @@ Format = Literal["jsonl", "text", "parquet", "arrow"]
 _T = TypeVar("_T")
 #: Bytes of a file of lines that are read at once.
 _BUFFER = 1 << 18
-
+#: The version of an object of S3 behind its name.
+_VERSION = re.compile(r"\?versionId=[^/?]*$")
 COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz|lzma)$", re.IGNORECASE)
 LINES = ("jsonl", "text")
 ARCHIVES = frozenset({".zip", ".tar", ".7z", ".rar", ".lz4", ".sz", ".snappy", ".br", ".lz", ".z"}) | {
@@ -81,7 +82,6 @@ class Input:
             FormatError: it is a compressed file of 0 bytes.
         """
 
-        ending = posixpath.splitext(public_url(path))[1].lower()
         size, shown = self.stored_bytes(path), public_url(path)
 
         def opened() -> IO[bytes]:
@@ -91,15 +91,15 @@ class Input:
                 file = self._checked(file, shown, size, in_order=compressed)
             if not compressed:
                 return file  # type: ignore[no-any-return]
-            if ending == ".gz":
+            if ending(path) == ".gz":
                 file = compr["gzip"](file, mode="rb")
-            elif ending in DECOMPRESSORS:
-                file = DecompressedFile(file, DECOMPRESSORS[ending])
+            elif (own := DECOMPRESSORS.get(ending(path))) is not None:
+                file = DecompressedFile(file, own)
             # Other files' readline takes no length or is slow. A line may be larger than the memory.
             return io.BufferedReader(file, _BUFFER)
 
         found = with_config_errors(opened, self.shown)
-        if compressed and ending == ".gz" and size == 0:  # gzip reads it as a file without rows
+        if compressed and ending(path) == ".gz" and size == 0:  # gzip reads it as a file without rows
             found.close()
             raise FormatError(f"expected {shown} to be whole, got an empty file. Write or copy it again")
         return found
@@ -210,10 +210,10 @@ def check_file(fs: Any, path: str) -> None:
     """
     if isinstance(fs, LocalFileSystem) and Path(path).exists() and not Path(path).is_file():
         raise ConfigError(f"input.path: expected a regular file, got a FIFO, socket or device: {path}. Remove it")
-    ending = posixpath.splitext(COMPRESSED.sub("", public_url(path)))[1].lower()
-    if ending in ARCHIVES:
+    found = ending(COMPRESSED.sub("", unsigned(path)))
+    if found in ARCHIVES:
         raise ConfigError(
-            f"input.path: expected a file of rows, plain or compressed as .gz, .zst, .xz or .bz2, got {ending}. "
+            f"input.path: expected a file of rows, plain or compressed as .gz, .zst, .xz or .bz2, got {found}. "
             "Extract it, or name one of its files: zip://NAME::FILE.zip"
         )
     if (members := _zip_file(fs)) is None:
@@ -247,7 +247,21 @@ def innermost(fs: Any) -> Any:
 
 
 def _is_compressed(path: str) -> bool:
-    return posixpath.splitext(public_url(path))[1].lower() in (".gz", *DECOMPRESSORS)
+    return ending(path) in (".gz", *DECOMPRESSORS)
+
+
+def unsigned(path: str) -> str:
+    """Return a path without a query: the links of a web page may be signed, and keys must not have a signature.
+
+    A path without a scheme keeps what looks like an address (``a:b@c.jsonl``): two such files must not have the same
+    name. It loses the version of an object of S3.
+    """
+    return public_url(path) if "://" in path else _VERSION.sub("", path)
+
+
+def ending(path: str) -> str:
+    """Return the ending of a file's name, such as ``.gz``."""
+    return posixpath.splitext(unsigned(path))[1].lower()
 
 
 def with_config_errors(do: Callable[[], _T], shown: str) -> _T:

@@ -261,6 +261,28 @@ def test_a_zip_file_is_listed_as_its_folder(tmp_path: Path, folders: bool) -> No
                 read(url)
 
 
+def test_a_member_whose_name_looks_like_an_address_is_decompressed(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as file:
+        file.writestr("10:30@host.txt.gz", gzip.compress(b"a\nb\n"))
+    assert [row.text for row in read(f"zip://*::{tmp_path}/in.zip")] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["./b.jsonl", "a/./b.jsonl", "a/../b.jsonl"])
+def test_a_member_whose_path_has_a_step_that_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
+    """Its rows would be missing: a name that begins with "." is hidden."""
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as file:
+        file.writestr("a.jsonl", '{"text": "a"}')
+        file.writestr(name, '{"text": "b"}')
+    with pytest.raises(ConfigError, match=f"got the member '{re.escape(name)}'"):
+        read(f"zip://**::{tmp_path}/in.zip")
+
+
+def test_the_version_of_an_object_is_no_part_of_its_ending_or_key() -> None:
+    assert sources.ending("b/rows.jsonl.gz?versionId=v1") == ".gz"
+    assert listing.stem("b/rows.jsonl.gz?versionId=v1") == "rows"
+    assert sources.ending("https://h/rows.jsonl.gz?versionId=v1") == ".gz"
+
+
 @pytest.mark.parametrize("pattern", ["**/*.jsonl", "*", ""])
 @pytest.mark.usefixtures("in_process")
 def test_the_members_of_a_zip_file_are_not_listed_for_each_folder(
