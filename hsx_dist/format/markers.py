@@ -16,7 +16,8 @@ The object of a key is put with put-if-absent. It is replaced only by the same o
 object is stored, readers of a key depend on two facts: the object and the conflict marker. No process reverts either.
 So the order in which servers put and clear markers does not matter. A conflict is detected in every order:
 
-- If a second sample was computed, its put-if-absent fails, and its server puts the conflict marker.
+- If a second sample was computed, its put-if-absent fails, and its server puts the conflict marker. If the server
+  cannot read the object, the request stores nothing.
 - If a request stores nothing, the server first puts the failure marker and then reads the object.
 
   - If the object is another request's (``identity.is_of_another``), the server puts the conflict marker.

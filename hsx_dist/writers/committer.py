@@ -113,6 +113,7 @@ class PartCommitter:
 
         Raises:
             Fenced: a newer attempt has taken over.
+            FormatError: the part is one sample, and the existing object of its key cannot be read.
             SampleConflict: the part is one sample, and its key belongs to another sample.
             SampleExpired: the key's object has the same sample, but has expired and cannot be renewed.
             StoreError: the store's error.
@@ -150,6 +151,7 @@ class PartCommitter:
         An existing object must be the same sample. It stays, and is renewed to expire no earlier than the new one.
 
         Raises:
+            FormatError: the existing object cannot be read.
             SampleConflict: the key belongs to another sample.
             SampleExpired: the existing object has expired and cannot be renewed.
             Unavailable: the existing object expires, and another process prevents its renewal.
@@ -181,7 +183,8 @@ class PartCommitter:
 
         Raises:
             NotFound: the object was deleted.
-            SampleConflict: it is another sample, or cannot be read.
+            FormatError: it cannot be read here, so it is not known whether it is another sample.
+            SampleConflict: it is another sample.
             SampleExpired: it has expired, and the store does not let this process renew it.
         """
         version = version_of(self._store, name)
@@ -192,12 +195,12 @@ class PartCommitter:
             # The object is read in several requests. If it was replaced in between, the bytes are of two objects.
             if version is not None and version != version_of(self._store, name):
                 return False
-            same = False
+            raise  # no conflict: its codec may be unknown here only, or the answer may be wrong for a moment
         if not same:
             raise SampleConflict(
                 f"{self._store.url}/{name}: expected a new key, or the key of the same sample, got the key of another "
                 "sample. Choose another key"
-            ) from None
+            )
         before, ours = (meta.get("expires") for meta in (part.segments[0].segment.meta, segments[0].segment.meta))
         if before is None or number(before) is not None or (ours is not None and ours <= before):
             return True

@@ -16,14 +16,14 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from hsx_dist.connector.failure_markers import Markers
-from hsx_dist.errors import Denied, SampleFailed
+from hsx_dist.errors import Denied, FormatError, SampleFailed
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part, SegmentEncoder, build_part, with_expires
 from hsx_dist.format.identity import identity_hash
 from hsx_dist.page import Page, Segment
 from hsx_dist.reading.load import _sample_in_object, load_object
 from hsx_dist.store import open_store
-from hsx_dist.testing.faulty_stores import WrappedStore
+from hsx_dist.testing.faulty_stores import FailingStore, Strike, WrappedStore
 from hsx_dist.testing.stores import MemoryStore
 from hsx_dist.writers import committer
 from tests.unit.connector.small_server import SmallServer
@@ -239,13 +239,22 @@ def test_an_object_without_identity_counts_where_it_holds_all_tokens(store, tmp_
 
 
 @pytest.mark.parametrize("content", [b"", b"no part", b"\xff" * 100])
-def test_an_unreadable_object_counts_as_another_sample(store, tmp_path, content):
+def test_an_unreadable_object_fails_the_request_and_is_no_conflict(store, tmp_path, content):
     store.put(NAME, [content])
     server = SmallServer(tmp_path, store)
     server.ask(PROMPT, key="k")
     server.close()
-    assert json.loads(store.get(f"{NAME}.conflict.json"))["conflict"] is True
+    assert names(store) == {NAME, "k.error.json"}
     assert store.get(NAME) == content
+
+
+def test_an_object_that_the_writer_cannot_read_for_a_moment_stays_readable(store, tmp_path):
+    for failing in (store, FailingStore(store, FormatError("a page"), Strike({"get_ranges"}))):
+        server = SmallServer(tmp_path, failing, markers=store)
+        server.ask(PROMPT, key="k")
+        server.close()
+    assert names(store) == {NAME}
+    assert read(store)["token_ids"].tolist() == PROMPT
 
 
 # -- renewal -----------------------------------------------------------------------------------------------------------
