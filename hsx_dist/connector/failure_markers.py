@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 from hsx_dist.connector.locks import ObjectLocks
-from hsx_dist.errors import FormatError, HsxError, NotFound
+from hsx_dist.errors import FormatError, HsxError, NotFound, Unavailable
 from hsx_dist.format.container import Part
 from hsx_dist.format.expires import STILL_THERE_S, expires_by
 from hsx_dist.format.identity import is_of_another
@@ -354,7 +354,7 @@ class Markers:
         conflict, failure = conflict_name(name), marker_name(name)
         if body := act.markers.get(conflict):
             self._store.put(conflict, [body])
-        if failure in act.markers and not self._replace(failure, act.markers[failure]):
+        if failure in act.markers and not self._replace(failure, act.markers[failure], again):
             return
         # After the put: either this read finds another server's object, or that server finds this marker.
         if act.failed:
@@ -366,7 +366,7 @@ class Markers:
                 # The object may be another request's. Until it can be read, a failure hides it.
                 if not (failed := act.markers.get(failure)):
                     raise
-                self._replace(failure, _hiding(failed))
+                self._replace(failure, _hiding(failed), again)
                 if again:
                     raise
                 return
@@ -385,17 +385,21 @@ class Markers:
                     kept = failed and _hiding(failed)
                 elif ends:  # the marker must end a reader's wait once the object has expired
                     kept = kept or failed
-            self._replace(failure, kept)
+            self._replace(failure, kept, again)
 
-    def _replace(self, marker: str, body: bytes | None) -> bool:
+    def _replace(self, marker: str, body: bytes | None, again: bool) -> bool:
         """Store or remove a failure marker. Returns False if an earlier version left a conflict marker there, which
-        stays."""
+        stays. ``again``: raise ``Unavailable`` for a gateway's page, which may be in place of a conflict marker."""
         try:
             there = get_small(self._store, marker, MAX_JSON_BYTES)
         except NotFound:
             there = None
         except FormatError:
-            there = b""  # too large for a marker of any version
+            there = b"{}"  # too large for a marker of any version
+        if again and there is not None and not there.startswith(b"{"):
+            raise Unavailable(
+                f"{self._store.url}/{marker}: expected a JSON object, got other bytes. Check that the store answers"
+            )
         if there is not None and is_conflict(there):
             return False
         if body is not None:

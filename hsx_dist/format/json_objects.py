@@ -180,22 +180,30 @@ def read_json(store: Store, name: str) -> dict[str, Any]:
         FormatError: it is not a JSON object, has more than ``MAX_JSON_BYTES``, or more than ``MAX_JSON_VALUES`` values.
         IntegrityError: it has a checksum that does not match.
     """
-    return _checked(get_small(store, name, MAX_JSON_BYTES), f"{store.url}/{name}")
+    return checked_json(get_small(store, name, MAX_JSON_BYTES), f"{store.url}/{name}")
+
+
+def get_json(store: Store, name: str, most: int = MAX_JSON_BYTES) -> bytes:
+    """Fetch the JSON object ``name`` as ``get_small`` does. Only its first byte is checked: the page of a gateway is no
+    JSON object.
+
+    Raises:
+        NotFound, FormatError: as ``get_small``.
+        Unavailable: the answer does not begin like a JSON object.
+    """
+    found = get_small(store, name, most)
+    if not found.startswith(b"{"):
+        raise Unavailable(f"{store.url}/{name}: expected a JSON object, got other bytes. Check that the store answers")
+    return found
 
 
 def holds_json(store: Store, name: str) -> bool:
-    """Whether the JSON object ``name`` exists. Its members are not checked. The page of a gateway answers a HEAD like
-    any object, so this reads the object.
-
-    Raises:
-        Unavailable: the answer does not begin like a JSON object.
-    """
+    """Whether the JSON object ``name`` exists. The page of a gateway answers a HEAD like any object, so this reads the
+    object. Raises ``Unavailable`` as ``get_json``."""
     try:
-        found = get_small(store, name, MAX_JSON_BYTES)
+        get_json(store, name)
     except NotFound:
         return False
-    if not found.startswith(b"{"):
-        raise Unavailable(f"{store.url}/{name}: expected a JSON object, got other bytes. Check that the store answers")
     return True
 
 
@@ -218,7 +226,7 @@ def dump_json(value: Mapping[str, Any]) -> bytes:
         raise
     except (ValueError, TypeError, RecursionError) as e:
         raise FormatError(f"settings: expected values that JSON can hold, got others: {e}. Change them") from e
-    _checked(body, "settings")
+    checked_json(body, "settings")
     return body
 
 
@@ -236,7 +244,7 @@ def _text_of(value: Mapping[str, Any]) -> bytes:
     return "".join([*pieces, "\n"]).encode()
 
 
-def _checked(data: bytes, where: str) -> dict[str, Any]:
+def checked_json(data: bytes, where: str) -> dict[str, Any]:
     """The object in ``data`` without its checksum."""
     found = parse_object(data, where)
     expected = found.pop(_CRC, None)

@@ -22,7 +22,7 @@ from functools import partial
 from hsx_dist.errors import AlreadyExists, Fenced, FormatError, HsxError, IntegrityError, ObjectsMissing
 from hsx_dist.format.byte_budget import ByteBudget
 from hsx_dist.format.description import MAX_HEADER_BYTES
-from hsx_dist.format.json_objects import get_small, holds_json
+from hsx_dist.format.json_objects import get_json, get_small, holds_json
 from hsx_dist.format.names import LARGEST_NUMBER, closed_name, parse_part_name, parse_receipt_name, receipt_name
 from hsx_dist.format.presence import exists
 from hsx_dist.format.receipt import Receipt
@@ -74,7 +74,7 @@ class ReceiptLog:
                     self._store.put_if_absent(name, body)
                     found = body
                 except AlreadyExists:
-                    found = get_small(self._store, name, _LARGEST_RECEIPT)
+                    found = get_json(self._store, name, _LARGEST_RECEIPT)
                 if found.startswith(_SEAL):
                     raise Fenced(
                         f"{self._store.url}/{name}: expected no object, got a seal ({_who(found)}): this writer stores "

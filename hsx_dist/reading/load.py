@@ -16,11 +16,12 @@ from hsx_dist.errors import (
     SampleConflict,
     SampleFailed,
     SampleNotFound,
+    Unavailable,
 )
 from hsx_dist.format.container import Part
 from hsx_dist.format.expires import expires_by
 from hsx_dist.format.identity import IDENTITY
-from hsx_dist.format.json_objects import read_json
+from hsx_dist.format.json_objects import checked_json, get_json
 from hsx_dist.format.markers import OBJECT, conflict_name, marker_name
 from hsx_dist.format.place import RUN
 from hsx_dist.format.presence import exists
@@ -35,8 +36,9 @@ from hsx_dist.text import bounded, printable
 
 #: Seconds between two checks for a sample.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
-#: Errors that a later try may not raise: the object may be replaced, and a sample or its marker may be stored.
-WORTH_WAITING = (NotFound, SampleConflict, SampleNotFound)
+#: Errors that a later try may not raise: the object may be replaced, a sample or its marker may be stored, or the
+#: store may recover.
+WORTH_WAITING = (NotFound, SampleConflict, SampleNotFound, Unavailable)
 _T = TypeVar("_T")
 
 
@@ -82,7 +84,8 @@ def load_hidden_states(
         SampleConflict: the sample still has another ``identity``, or none, after ``wait`` seconds.
         ConfigError: a run without a key, no such layer, or ``identity`` is not from an answer.
         FormatError, IntegrityError: the stored bytes are not valid, or changed.
-        StoreError: the store failed.
+        Unavailable: the store still gives no usable answer after ``wait`` seconds.
+        StoreError: the store failed otherwise.
 
     Example:
         >>> key = "fsspec-fsspec.spec.stringify_path"
@@ -289,8 +292,9 @@ def _part(store: Store, name: str) -> Part | None:
 
 
 def _marker(store: Store, name: str) -> dict[str, Any] | None:
+    """The marker ``name``, if there is one. Raises ``Unavailable`` for a page of a gateway: a marker is final."""
     try:
-        return read_json(store, name)
+        return checked_json(get_json(store, name), f"{store.url}/{name}")
     except NotFound:
         return None
     except FormatError:

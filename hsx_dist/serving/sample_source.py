@@ -120,7 +120,7 @@ class SampleSource:
             while True:
                 try:
                     return await self._call(lambda: self._look(key, wanted, identity))
-                except (*WORTH_WAITING, Unavailable) as e:
+                except WORTH_WAITING as e:
                     left = end - time.monotonic()
                     if left <= 0:
                         raise self._refusal(e, key, wait) from e

@@ -166,17 +166,20 @@ def test_a_conflict_marker_of_an_earlier_version_stays(store):
 
 
 @pytest.mark.parametrize("left", [b"x" * (MAX_JSON_BYTES + 1), b"\xff{", b"[" * 100_000], ids=["large", "text", "deep"])
-def test_an_object_in_place_of_a_failure_marker_is_replaced_and_removed(store, left):
+def test_an_object_in_place_of_a_failure_marker_is_replaced_and_removed(store, monkeypatch, left):
+    monkeypatch.setattr(module, "_AGAIN_S", 0.001)
     markers = Markers(store)
     for name in ("a.safetensors", "b:c/x.bin"):
         store.put(marker_name(name), [left])
         markers.fail("a", name, "aborted")
-        settle(markers)
+        until(lambda name=name: store.objects[marker_name(name)] != left)
         assert json.loads(store.objects[marker_name(name)])["error"] == "aborted"
+        settle(markers)
         store.put(marker_name(name), [left])
         markers.stored("a", name)
+        until(lambda: not store.objects)
         settle(markers)
-        assert not store.objects
+    markers.close()
 
 
 def test_quota_of_stored_samples_is_released_when_their_marker_is_removed(store):
@@ -279,6 +282,20 @@ def test_an_object_that_is_damaged_is_hidden_by_a_failure(store, locks, monkeypa
     markers.fail("k", "k.safetensors", "aborted", requests=["ours"], holder="1")
     until(lambda: locks.released)
     assert json.loads(store.objects["k.error.json"]) == {"key": "k", "error": "aborted"}
+    markers.close()
+
+
+@pytest.mark.parametrize(("pages", "left"), [(1, True), (99, False)])
+def test_a_page_in_place_of_an_earlier_conflict_marker_is_read_again(store, locks, monkeypatch, pages, left):
+    """If each answer is a page, the marker is replaced in the end."""
+    monkeypatch.setattr(module, "_AGAIN_S", 0.001)
+    store.put("k.error.json", [b'{"key": "k", "error": "used before", "conflict": true}'])
+    answers, get = ["<html>"] * pages, store.get
+    monkeypatch.setattr(store, "get", lambda *args: answers.pop().encode() if answers else get(*args))
+    markers = Markers(store, locks=locks)
+    markers.stored("k", "k.safetensors", holder="1")
+    until(lambda: locks.released)
+    assert ("k.error.json" in store.objects) == left
     markers.close()
 
 

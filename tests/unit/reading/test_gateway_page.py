@@ -1,4 +1,4 @@
-"""Objects whose existence decides: a gateway's page in their place is an error, and no decision."""
+"""Objects whose existence or content decides: a gateway's page in their place is an error, and no decision."""
 
 from __future__ import annotations
 
@@ -6,13 +6,45 @@ from collections.abc import Callable
 
 import pytest
 
-from hsx_dist.errors import Unavailable
+from hsx_dist.errors import Fenced, SampleFailed, Unavailable
 from hsx_dist.format.names import attempt_name, closed_name, part_name, receipt_name
-from hsx_dist.format.receipt_log import is_closed
+from hsx_dist.format.receipt_log import ReceiptLog, is_closed, seal_logs
 from hsx_dist.format.runs import is_fenced, version_1_refuses
+from hsx_dist.reading.load import load_object
 from hsx_dist.reading.missing import is_removed, removal_mark
 from hsx_dist.store import Store
+from hsx_dist.testing.faulty_stores import WrappedStore
 from hsx_dist.testing.stores import MemoryStore
+from hsx_dist.writers.sink import PartSink
+from tests.unit.format.test_receipt_log import receipt
+from tests.unit.writers.small_samples import options, pages
+
+PAGE = b"<html>back soon</html>"
+
+
+class PagedOnce(WrappedStore):
+    """The first get of ``name`` returns a page."""
+
+    def __init__(self, inner: Store, name: str) -> None:
+        super().__init__(inner)
+        self._left = [name]
+
+    def get(self, name: str, most: int | None = None) -> bytes:
+        if name in self._left:
+            self._left.remove(name)
+            return PAGE
+        return super().get(name, most)
+
+
+@pytest.fixture
+def served() -> MemoryStore:
+    """A server's store with the sample ``row1``."""
+    store = MemoryStore()
+    sink = PartSink(store, options(attempt=0, layout="sample"), lambda _: None)
+    for page in pages("row1", 40):
+        sink.add(page)
+    sink.close()
+    return store
 
 
 @pytest.mark.parametrize(
@@ -28,8 +60,31 @@ def test_a_gateways_page_is_no_object_of_a_run(ask: Callable[[Store], bool], nam
     """A static page answers a HEAD like an object."""
     store = MemoryStore()
     assert not ask(store)
-    store.put(name, [b"<html>back soon</html>"])
+    store.put(name, [PAGE])
     with pytest.raises(Unavailable, match=f"{name}: expected a JSON object, got other bytes"):
         ask(store)
     store.put(name, [b'{"damaged'])
     assert ask(store)
+
+
+@pytest.mark.parametrize("marker", ["row1.error.json", "row1.safetensors.conflict.json"])
+def test_a_gateways_page_is_no_marker(served: MemoryStore, marker: str) -> None:
+    name = "row1.safetensors"
+    with pytest.raises(Unavailable, match=f"{marker}: expected a JSON object"):
+        load_object(PagedOnce(served, marker), name, framework="numpy")
+    loaded = load_object(PagedOnce(served, marker), name, framework="numpy", wait=5)
+    assert len(loaded["token_ids"]) == 40
+    served.put(marker, [b'{"damaged'])
+    with pytest.raises(SampleFailed, match="holds no readable reason"):
+        load_object(served, name)
+
+
+def test_a_gateways_page_hides_no_seal() -> None:
+    store = MemoryStore()
+    seal_logs(store, {(1, "w"): 0}, "gc")
+    log = ReceiptLog(PagedOnce(store, receipt_name(1, "w", 1)), 1, "w")
+    with pytest.raises(Unavailable):
+        log.append(receipt("a"))
+    with pytest.raises(Fenced):
+        log.append(receipt("a"))
+    assert len(list(store.list("manifest/"))) == 1
