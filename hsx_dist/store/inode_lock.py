@@ -26,6 +26,11 @@ LONGEST_S = 10.0
 #: Seconds between two attempts to lock.
 _PAUSE_S = 0.002
 _BUSY = (errno.EAGAIN, errno.EACCES)
+#: Errors of a system or a file system without such locks.
+_NO_LOCKS = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+#: Devices whose locks worked in this process, and devices that had none for ``LONGEST_S``.
+_locking: set[int] = set()
+_lockless: set[int] = set()
 #: Linux only: Python's ``fcntl`` does not name them on macOS.
 _SET = getattr(fcntl, "F_OFD_SETLK", None)
 
@@ -43,24 +48,37 @@ def lock_for_put(fd: int, what: str) -> None:
     """Lock the file against other puts and conditional deletes until ``fd`` is closed.
 
     If the file is open for reading, or others hold read locks, the lock excludes only deletes and exclusive locks.
-    Returns at once on systems without such locks. These systems have no conditional deletes either.
+    Returns without a lock on systems without such locks. These systems have no conditional deletes either. NFS has the
+    error ``ENOLCK`` for a lock service that restarts, and for none. So that error counts as no locks only if the device
+    gave no lock before, and gives none for ``LONGEST_S``.
 
     Raises:
+        OSError: no lock for now, or the file system's error.
         Unavailable: another process holds the lock for ``LONGEST_S``.
     """
-    end = time.monotonic() + LONGEST_S
-    try:
-        writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-        while not (writable and _lock(fd, fcntl.F_WRLCK)) and not _lock(fd, fcntl.F_RDLCK):
-            if time.monotonic() > end:
+    end, device = time.monotonic() + LONGEST_S, os.fstat(fd).st_dev
+    writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    while True:
+        late = time.monotonic() > end
+        try:
+            locked = (writable and _lock(fd, fcntl.F_WRLCK)) or _lock(fd, fcntl.F_RDLCK)
+        except OSError as e:
+            if e.errno in _NO_LOCKS:
+                return
+            if e.errno != errno.ENOLCK or device in _locking:
+                raise
+            if late or device in _lockless:
+                _lockless.add(device)
+                return
+        else:
+            if locked:
+                return
+            if late:
                 raise Unavailable(
                     f"{what}: expected another put or `hsx gc` to release the object, got no lock in {LONGEST_S:g} s. "
                     "End or continue that process"
                 )
-            time.sleep(_PAUSE_S)
-    except OSError as e:
-        if isinstance(e, Unavailable):
-            raise
+        time.sleep(_PAUSE_S)
 
 
 def _lock(fd: int, kind: int) -> bool:
@@ -68,8 +86,10 @@ def _lock(fd: int, kind: int) -> bool:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
     try:
         fcntl.fcntl(fd, _SET, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
+        locked = True
     except OSError as e:
-        if e.errno in _BUSY:
-            return False
-        raise
-    return True
+        if e.errno not in _BUSY:
+            raise
+        locked = False
+    _locking.add(os.fstat(fd).st_dev)
+    return locked

@@ -32,6 +32,10 @@ from hsx_dist.store.inode_lock import lock_exclusively, lock_for_put
 from hsx_dist.store.root_folder import RootFolder
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+#: Errors of opening a name that is deleted, a link, a socket, a device or a folder, or another user's or running file.
+_NOT_OPENED = frozenset(
+    {errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ETXTBSY}
+)
 
 _synced = SyncedFolders()
 
@@ -407,7 +411,9 @@ def _place(folder: int, temporary: str, last: str, what: str) -> None:
         except OSError as e:
             if e.errno == errno.ENOENT and has_links:
                 continue  # just deleted
-            break  # a link, or a file that only another user may read
+            if e.errno not in _NOT_OPENED:
+                raise
+            break
         with _opened(there):
             lock_for_put(there, what)
             if is_at(there, folder, last):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import threading
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from hsx_dist.errors import Denied, NotFound, StoreError, Unavailable
-from hsx_dist.store import RetryStore, open_store
+from hsx_dist.store import RetryStore, inode_lock, open_store
 from hsx_dist.store.folders import is_at
 from hsx_dist.store.inode_lock import lock_exclusively, lock_for_put
 from hsx_dist.store.local import LocalStore
@@ -148,19 +149,77 @@ def test_a_range_beyond_the_object_is_not_allocated(tmp_path: Path) -> None:
         store.get_ranges("a", [(0, 2**60)])
 
 
-def test_a_file_system_without_locks_takes_puts_and_no_conditional_deletes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+def _fail_locks(monkeypatch: pytest.MonkeyPatch, number: int, times: float = float("inf")) -> None:
+    """The next ``times`` locks fail, on a device that this process has not used."""
+    left, call = [times], fcntl.fcntl
+
+    def fail(fd: int, command: int, *args: Any) -> Any:
+        if command != inode_lock._SET or left[0] <= 0:
+            return call(fd, command, *args)
+        left[0] -= 1
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.fcntl", fail)
+    for devices in ("_locking", "_lockless"):
+        monkeypatch.setattr(inode_lock, devices, set())
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_takes_puts_and_no_conditional_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(inode_lock, "LONGEST_S", 0.02)
+    _fail_locks(monkeypatch, number)
     store = LocalStore(tmp_path)
-    for content in (b"1", b"2"):
+    for content in (b"1", b"2", b"3"):
         store.put("a", [content])
     with pytest.raises(StoreError, match="expected a store with conditional deletes"):
         store.delete_version("a", store.version("a"))
-    assert store.get("a") == b"2"
+    assert store.get("a") == b"3"
+
+
+def test_a_put_waits_for_a_lock_service_that_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a", [b"old"])
+    _fail_locks(monkeypatch, errno.ENOLCK, times=2)
+    store.put("a", [b"new"])
+    assert inode_lock._locking
+    assert not inode_lock._lockless
+    assert store.get("a") == b"new"
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO, errno.ESTALE])
+def test_a_put_without_its_lock_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """``hsx gc`` could delete the object of a put that goes on without the lock."""
+    store = LocalStore(tmp_path)
+    store.put("a", [b"old"])
+    _fail_locks(monkeypatch, number, times=1)
+    inode_lock._locking.add(tmp_path.stat().st_dev)
+    with pytest.raises(Unavailable):
+        store.put("a", [b"new"])
+    assert store.get("a") == b"old"
+    store.put("a", [b"new"])
+    assert _files(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ENFILE, errno.ESTALE])
+def test_a_put_that_cannot_open_the_object_to_lock_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    store, call = LocalStore(tmp_path), os.open
+    store.put("a", [b"old"])
+
+    def fail(path: Any, *args: Any, **kwargs: Any) -> int:
+        if path == "a":
+            raise OSError(number, os.strerror(number))
+        return call(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(StoreError, match=os.strerror(number)):
+        store.put("a", [b"new"])
+    monkeypatch.undo()
+    assert store.get("a") == b"old"
+    assert _files(tmp_path) == ["a"]
 
 
 def test_a_put_does_not_wait_for_ever_for_a_delete_that_is_stopped(
