@@ -6,13 +6,22 @@ followed.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hsx_dist.errors import Denied, NotFound
+from hsx_dist.errors import Denied, NotFound, Unavailable
 from hsx_dist.format.markers import lock_name
 from hsx_dist.store.folders import SAFELY, is_at, opened
+
+#: Errors of a name without a lock file, and of a file system without locks or that can only be read.
+_NO_LOCK = frozenset(
+    {
+        *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.ENAMETOOLONG),
+        *(errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EROFS),
+    }
+)
 
 
 @contextmanager
@@ -22,6 +31,7 @@ def shared_lock(root: str, name: str) -> Iterator[None]:
     Raises:
         NotFound: a server holds the lock, so the object is not yet the result of its latest request.
         Denied: this user may not read the lock file.
+        Unavailable: it is not known whether a server holds the lock.
     """
     fd = _take(root, name)
     try:
@@ -39,6 +49,7 @@ def exclusive_lock(root: str, name: str) -> Iterator[bool]:
 
     Raises:
         NotFound: a server or a reader holds the lock.
+        Unavailable: it is not known whether another process holds the lock.
     """
     fd = _take(root, name, alone=True)
     try:
@@ -80,5 +91,14 @@ def _take(root: str, name: str, *, alone: bool = False) -> int | None:
                 f"{lock_name(f'{root}/{name}')}: expected a lock file that this user may read, got {e.strerror}. Run "
                 "the reader as the server's user or in its group"
             ) from e
-        except OSError:
-            return fd  # there is no lock file, or the file system has no locks
+        except OSError as e:
+            if e.errno in _NO_LOCK:
+                return fd
+            if fd is not None:
+                os.close(fd)
+            # A server may hold the lock.
+            raise Unavailable(
+                f"{lock_name(f'{root}/{name}')}: expected a lock file that can be opened and locked, or none, got "
+                f"{e.strerror}. Try again. If the mount has no locks, remove its lock files, and start the server with "
+                "use_synchronization_lock=false"
+            ) from e

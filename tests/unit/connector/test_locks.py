@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import resource
@@ -16,7 +17,7 @@ import pytest
 
 from hsx_dist.connector import locks as locks_module
 from hsx_dist.connector.locks import ObjectLocks
-from hsx_dist.errors import Denied
+from hsx_dist.errors import Denied, NotFound, Unavailable
 from hsx_dist.reading.object_lock import exclusive_lock, shared_lock
 
 
@@ -436,6 +437,38 @@ def test_a_lock_file_without_read_permission_raises_an_error_with_advice(tmp_pat
         pass
     with exclusive_lock(str(tmp_path), "a") as held:
         assert not held
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOLCK, errno.ESTALE])
+@pytest.mark.parametrize("call", ["open", "flock"])
+def test_a_lock_that_cannot_be_looked_at_is_not_free(tmp_path, monkeypatch, number, call):
+    locks = ObjectLocks(tmp_path)
+    locks.hold("a", "r")
+
+    def fails(*_args, **_kwargs):
+        raise OSError(number, os.strerror(number))
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for lock in (shared_lock, exclusive_lock):
+        with monkeypatch.context() as patch:
+            patch.setattr(*((os, "open") if call == "open" else (fcntl, "flock")), fails)
+            with pytest.raises(Unavailable, match=r"a\.lock: expected a lock file"), lock(str(tmp_path), "a"):
+                pass
+        with pytest.raises(NotFound, match="held by a server"), lock(str(tmp_path), "a"):
+            pass
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    locks.release_all()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_file_system_without_locks_has_no_lock_of_an_object(tmp_path, monkeypatch, number):
+    def fails(*_args):
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "a.lock").touch()
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with shared_lock(str(tmp_path), "a"):
+        pass
 
 
 def test_locks_leave_half_of_the_descriptors_to_the_rest_of_the_process(tmp_path, monkeypatch, caplog):
