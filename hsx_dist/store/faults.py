@@ -120,7 +120,7 @@ _LOOK_UPS = ("performing token request", " credential provider: ")
 #: member, or has a wrong one, is the store's.
 _OTHER_ANSWER = re.compile(
     r"Got invalid list response: (?!missing field|.*expected u64)|Got invalid (multipart|put) response"
-    "|Unable to extract metadata from headers"
+    "|Unable to extract metadata from headers|Received non-partial response|Content-Range header not present"
 )
 #: What such an answer lacks, as s3fs and gcsfs report it for an upload in pieces.
 _LACKING = (("ETag",), ("Location",), ("UploadId",))
@@ -324,10 +324,10 @@ def _as_folder(path: str) -> str:
 
 
 def _of_a_gateway(chain: list[BaseException], where: str) -> bool:
-    """Whether the answer to a listing or an upload, or any answer of GCS in JSON, is another service's page."""
+    """Whether the answer to a listing, an upload or a get, or any answer of GCS in JSON, is another service's page."""
     if any(isinstance(e, json.JSONDecodeError) for e in chain):
         return re.match(r"(?!open )\S+ (gs|gcs)://", where) is not None  # opening a store may read a file in JSON
-    return where.startswith(("list", "put")) and any(
+    return where.startswith(("list", "put", "get")) and any(
         (_of_obstore(e) and _OTHER_ANSWER.search(text_of(e))) or (isinstance(e, KeyError) and e.args[:1] in _LACKING)
         for e in chain
     )

@@ -85,6 +85,31 @@ class Unproven(Answers):
         raise AttributeError(name)
 
 
+@pytest.mark.parametrize("status", [200, 206])
+@pytest.mark.parametrize(
+    "call",
+    [lambda store: store.get("a", 3), lambda store: bytes(store.get_ranges("a", [(0, 3)])[0])],
+    ids=["get", "ranges"],
+)
+def test_a_range_that_a_gateway_answers_with_a_page_is_asked_for_again(
+    status: int, call: Callable[[Store], bytes]
+) -> None:
+    pages = [b"<html>Log in</html>"]
+
+    class PagedOnce(Answers):
+        def do_GET(self) -> None:
+            if pages:
+                self.answer(status, pages.pop())
+            else:
+                self.answer(
+                    206, b"abc", Content_Range="bytes 0-2/3", ETag='"e"', Last_Modified="Wed, 01 Jan 2025 00:00:00 GMT"
+                )
+
+    with served(PagedOnce) as url:
+        assert call(open_store("s3://b/r", s3_options(url), backend="obstore", retry_seconds=5)) == b"abc"
+    assert not pages
+
+
 @pytest.mark.parametrize("backend", ["obstore", "fsspec"])
 @pytest.mark.parametrize(
     ("status", "body"),
