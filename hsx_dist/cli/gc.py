@@ -15,7 +15,7 @@ from hsx_dist.logger import get_logger
 from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading.expiry import expired, is_expired, readable, remove, require_conditional_deletes
-from hsx_dist.reading.garbage import left_behind, own_unfinished, remove_run, unfinished, unproven
+from hsx_dist.reading.garbage import left_behind, own_unfinished, remove_run, require_gone, unfinished, unproven
 from hsx_dist.reading.liveness import require_dead
 from hsx_dist.store import ObjectInfo, Store, open_store
 from hsx_dist.store.prefix import PrefixStore
@@ -56,6 +56,10 @@ def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
     if delete:
         require_conditional_deletes(store)
     names, busy, denied = _collect_expired(store, skipped, delete=delete, as_json=as_json)
+    if delete and names:
+        gone = set(names)
+        listed = (info for info in readable(store, skipped) if info.name in gone)
+        require_gone(store, gone, (info for info in listed if is_expired(store, info.name)))  # else stored again
     dead = unfinished(store, _LONGEST_PUT_S, skipped)
     left = _collect(store, dead, "never finished", delete=delete, as_json=as_json, denied=denied)
     if as_json:
@@ -151,6 +155,9 @@ def _gc_run(place: Place, path: str, *, delete: bool, watch: float, as_json: boo
     found = _collect(place.store, unproven(place, seal=delete), "no receipt names", delete=delete, as_json=as_json)
     earlier = _collect(place.root, left_behind(place.root), "of a removed run:", delete=delete, as_json=as_json)
     left = _collect(place.root, own_unfinished(place), "never finished", delete=delete, as_json=as_json)
+    if delete:
+        require_gone(place.store, {info.name for info in found}, place.store.list("data/") if found else ())
+        require_gone(place.root, {info.name for info in earlier}, left_behind(place.root) if earlier else ())
     size = sum(info.size for info in found)
     if as_json:
         print_json(

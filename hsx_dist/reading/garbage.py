@@ -8,10 +8,10 @@ A removed run's objects are in a separate folder that no other run uses (``forma
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 
-from hsx_dist.errors import Denied
+from hsx_dist.errors import Denied, Unavailable
 from hsx_dist.format.names import parse_part_name
 from hsx_dist.format.own_objects import run_objects
 from hsx_dist.format.place import Place, bury, close_place, leftovers, open_place
@@ -101,6 +101,7 @@ def remove_run(root: Store, place: Place | None, *, on_object: Callable[[str], N
 
     Raises:
         RunError: there is no run, and no remains of an unfinished removal.
+        Unavailable: an object is still there.
     """
     own: list[str] = []
     if place is not None:
@@ -113,13 +114,29 @@ def remove_run(root: Store, place: Place | None, *, on_object: Callable[[str], N
         open_place(root)  # raises RunError
     if place is None and "" in left:
         close_place(root)
+    folders = list(dict.fromkeys([*own, *left]))  # the remains include the run just buried
     found = chain(
-        (info.name for folder in [*own, *left] for info in run_objects(root, folder)),
-        (info.name for info in _unfinished_of(root, [*own, *left])),
+        (info.name for folder in folders for info in run_objects(root, folder)),
+        (info.name for info in _unfinished_of(root, folders)),
     )
-    removed = 0
+    removed = set()
     for name in found:
         root.delete(name)
         on_object(name)
-        removed += 1
-    return removed
+        removed.add(name)
+    require_gone(root, removed, (info for folder in folders for info in run_objects(root, folder)))
+    return len(removed)
+
+
+def require_gone(store: Store, deleted: Collection[str], listed: Iterable[ObjectInfo]) -> None:
+    """Check that a new listing has no ``deleted`` object. The page of a gateway answers a delete like the store.
+
+    Raises:
+        Unavailable: it has one.
+    """
+    left = next((info.name for info in listed if info.name in deleted), None)
+    if left is not None:
+        raise Unavailable(
+            f"{store.url}/{left}: expected no object after its delete, got one: another service answered for the "
+            "store, or a process stored the object again. Check that the store answers, then run the command again"
+        )

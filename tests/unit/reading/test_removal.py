@@ -16,7 +16,7 @@ import hsx_dist
 from hsx_dist import HiddenStatesDataset
 from hsx_dist.cli import gc
 from hsx_dist.config import load_config
-from hsx_dist.errors import Denied, RunError
+from hsx_dist.errors import Denied, RunError, Unavailable
 from hsx_dist.exporting import export_run
 from hsx_dist.format import runs
 from hsx_dist.format.codecs import NoneCodec
@@ -35,7 +35,7 @@ from hsx_dist.reading.run import Run
 from hsx_dist.reading.status import run_status
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.faulty_stores import T, Verb, WrappedStore
+from hsx_dist.testing.faulty_stores import LyingStore, Strike, T, Verb, WrappedStore
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import RunWriter, store_run, whole
@@ -276,3 +276,38 @@ def test_files_of_other_programs_in_a_runs_folder_stay() -> None:
     remove_run(store, find_place(store))
     assert {info.name for info in store.list("")} == {*others, "run.json"}
     assert find_place(store) is None
+
+
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_delete_that_a_gateway_answered_ends_rm_with_an_error(times: int) -> None:
+    store = MemoryStore()
+    store_run(store, SAMPLES)
+    place = open_place(store)
+    unanswered = LyingStore(store, Strike({"delete"}, prefix=f"{place.folder}/manifest/", times=times))
+    with pytest.raises(Unavailable, match="expected no object after its delete, got one"):
+        remove_run(unanswered, place)
+    left = len(store.objects) - 1
+    assert remove_run(store, None) == left > 0
+    assert set(store.objects) == {"run.json"}
+
+
+@pytest.mark.parametrize("what", ["garbage", "earlier run", "expired"])
+def test_a_delete_that_a_gateway_answered_ends_gc_with_an_error(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    store = MemoryStore()
+    if what == "expired":
+        store.put("a.error.json", [b'{"key": "a", "error": "x", "expires": 1000}'])
+    else:
+        place = start_run(store, {"meaning": {}})
+        if what == "earlier run":
+            remove_run(store, place)
+            store_run(store, SAMPLES)
+        place.store.put("data/part-0001-w-000009.safetensors", [b"x"])
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "open_store", lambda *_: store)
+        patch.setattr(gc, "require_conditional_deletes", lambda _: None)
+        patch.setattr(MemoryStore, "delete", lambda *_: None)
+        patch.setattr(MemoryStore, "delete_version", lambda *_: True)
+        with pytest.raises(Unavailable, match="expected no object after its delete, got one"):
+            gc.run_gc("run", (), delete=True, watch=0, as_json=True)
+    monkeypatch.setattr(gc, "open_store", lambda *_: store)
+    gc.run_gc("run", (), delete=True, watch=0, as_json=True)
