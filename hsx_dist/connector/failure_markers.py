@@ -19,7 +19,6 @@ from typing import Any
 
 from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.errors import FormatError, HsxError, NotFound, Unavailable
-from hsx_dist.format.container import Part
 from hsx_dist.format.expires import STILL_THERE_S, expires_by
 from hsx_dist.format.identity import is_of_another
 from hsx_dist.format.json_objects import MAX_JSON_BYTES, get_small
@@ -29,6 +28,7 @@ from hsx_dist.format.markers import (
     is_of_a_key,
     marker_name,
 )
+from hsx_dist.format.origin import origin_of
 from hsx_dist.logger import get_logger
 from hsx_dist.page import object_name
 from hsx_dist.store import Store
@@ -359,7 +359,7 @@ class Markers:
         # After the put: either this read finds another server's object, or that server finds this marker.
         if act.failed:
             try:
-                part = Part.open(self._store, name)
+                stored = origin_of(self._store, name)
             except NotFound:
                 return
             except FormatError:
@@ -375,9 +375,9 @@ class Markers:
                     return  # the object may be the later request's
             failed = act.markers.get(failure)
             kept = None
-            ends = expires_by(part.segments[0].segment.meta, time.time() + STILL_THERE_S)
+            ends = expires_by(stored.meta, time.time() + STILL_THERE_S)
             for request, key in act.failed.items():
-                other = is_of_another(part, request, self._about)
+                other = is_of_another(stored, request, self._about)
                 if other:
                     self._store.put(conflict, [self._body(key, used_before(key), conflict=True)])
                     break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
@@ -17,7 +17,9 @@ from hsx_dist.format.description import (
     Tensor,
     plain_description,
 )
-from hsx_dist.format.json_objects import STRING, check_containers, parse_json, shown
+from hsx_dist.format.description_text import parse_description
+from hsx_dist.format.json_objects import STRING, check_containers, check_depth, parse_json, shown
+from hsx_dist.format.segment_info import typed_member
 from hsx_dist.text import head
 
 #: The largest tensor begins at a multiple of this, so that mapped memory and direct disk I/O need no copy to align it.
@@ -31,6 +33,13 @@ _WRITTEN = (b'{"dtype":', b',"shape":', b',"data_offsets":')
 _DESCRIPTION = b'"hsx":"'
 #: Parts with less data are not aligned to a page, as the padding would be too large a share.
 _WORTH_A_PAGE = 1 << 20
+
+
+class Origin(NamedTuple):
+    """``about``: the run's description when it wrote the object. ``meta``: of the first segment."""
+
+    about: Mapping[str, Any]
+    meta: Mapping[str, Any]
 
 
 def build_header(description: Description) -> bytes:
@@ -69,6 +78,37 @@ def parse_header(body: bytes, data_bytes: int) -> tuple[Description, Mapping[str
         FormatError: the table or the data's length differs from the description's.
         IntegrityError: the description's checksum does not match.
     """
+    entries, metadata = _parsed(body)
+    # Accept no other metadata: a part with damaged metadata must not be read as a file without checksums.
+    if not metadata or (metadata.keys() == {"format"} and metadata["format"] in ("pt", "np")):
+        table = {name: _tensor(name, entry) for name, entry in entries.items()}
+        description = plain_description(table)
+        _check_plain(description, table, data_bytes)
+        return description, table
+    version, text = _described(metadata)
+    description = Description.from_json(text, len(entries))
+    if description.format != version:
+        raise FormatError(f"expected format {description.format!r}, as in the description, got {version!r}")
+    _check_table(entries, description.tensors)
+    if data_bytes != description.data_bytes:
+        raise FormatError(f"expected {description.data_bytes} bytes of data, got {data_bytes}: cut short or extended")
+    return description, description.tensors
+
+
+def parse_origin(body: bytes) -> Origin:
+    """What the header in ``body`` says about its sample. The codec may be unknown here. Raises like ``parse_header``,
+    but does not compare the table with the description."""
+    entries, metadata = _parsed(body)
+    found = parse_description(_described(metadata)[1], len(entries))
+    about, segments = typed_member(found, "about", dict), typed_member(found, "segments", list)
+    check_depth(about, "the description")
+    if not segments:
+        raise FormatError("segments: expected at least one, got 0")
+    return Origin(about, typed_member({"meta": {}, **segments[0]}, "meta", Mapping))
+
+
+def _parsed(body: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of the tensors, and the metadata."""
     _check_containers(body)
     entries = parse_json(body, floats=False)
     if not isinstance(entries, dict):
@@ -76,12 +116,11 @@ def parse_header(body: bytes, data_bytes: int) -> tuple[Description, Mapping[str
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise FormatError(f"expected a JSON object as __metadata__, got {shown(metadata)}")
-    # Accept no other metadata: a part with damaged metadata must not be read as a file without checksums.
-    if not metadata or (metadata.keys() == {"format"} and metadata["format"] in ("pt", "np")):
-        table = {name: _tensor(name, entry) for name, entry in entries.items()}
-        description = plain_description(table)
-        _check_plain(description, table, data_bytes)
-        return description, table
+    return entries, metadata
+
+
+def _described(metadata: Mapping[str, Any]) -> tuple[str, str]:
+    """The format's version, and the description's text."""
     version = metadata.get("format")
     if version not in (FORMAT, FORMAT_OF_POINTS):
         expected = f"{FORMAT!r} or {FORMAT_OF_POINTS!r}"
@@ -95,13 +134,7 @@ def parse_header(body: bytes, data_bytes: int) -> tuple[Description, Mapping[str
             f"description: expected crc32c {shown(metadata.get('hsx_crc32c'))}, got {crc}: the description changed. "
             "Restore the object, or delete it and compute its samples again"
         )
-    description = Description.from_json(text, len(entries))
-    if description.format != version:
-        raise FormatError(f"expected format {description.format!r}, as in the description, got {version!r}")
-    _check_table(entries, description.tensors)
-    if data_bytes != description.data_bytes:
-        raise FormatError(f"expected {description.data_bytes} bytes of data, got {data_bytes}: cut short or extended")
-    return description, description.tensors
+    return version, text
 
 
 def _check_containers(body: bytes) -> None:

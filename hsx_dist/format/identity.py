@@ -27,6 +27,7 @@ import numpy as np
 
 from hsx_dist.format.container_read import Part
 from hsx_dist.format.container_write import EncodedSegment
+from hsx_dist.format.header import Origin
 from hsx_dist.format.segment_info import stored_meta
 
 #: The member of ``meta`` that holds both hashes: ``{"request", "tokens"}``.
@@ -56,7 +57,7 @@ def identity_hash(*parts: Any) -> str:
 
 def same_sample(part: Part, segments: Sequence[EncodedSegment], about: Mapping[str, Any]) -> bool:
     """Whether a stored part is the same sample as ``segments``, one whole segment per column, of the run ``about``."""
-    if len(part.segments) != len(segments) or not _same_model(part, about):
+    if len(part.segments) != len(segments) or not _same_model(part.about, about):
         return False
     return all(_same_column(part, i, segment) for i, segment in enumerate(segments))
 
@@ -81,25 +82,25 @@ def _same_column(part: Part, i: int, segment: EncodedSegment) -> bool:
     )
 
 
-def is_of_another(part: Part, request: str, about: Mapping[str, Any]) -> bool | None:
-    """Whether a stored part belongs to another request than ``request`` (a hash).
+def is_of_another(stored: Origin, request: str, about: Mapping[str, Any]) -> bool | None:
+    """Whether a stored object belongs to another request than ``request`` (a hash).
 
-    Tokens are not compared, since the request stored none. Returns None if the part does not name its request: an
+    Tokens are not compared, since the request stored none. Returns None if the object does not name its request: an
     earlier version wrote it.
     """
-    if not _same_model(part, about):
+    if not _same_model(stored.about, about):
         return True
-    identity = part.segments[0].segment.meta.get(IDENTITY)
+    identity = stored.meta.get(IDENTITY)
     if identity is None:
         return None
     return not (isinstance(identity, dict) and identity.get("request") == request)
 
 
-def _same_model(part: Part, about: Mapping[str, Any]) -> bool:
-    if any(part.about.get(name) != about.get(name) for name in ("model", "norm")):
+def _same_model(stored: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
+    if any(stored.get(name) != about.get(name) for name in ("model", "norm")):
         return False
     # Earlier versions recorded no commit of a moving branch, and no hash of a folder.
-    pairs = [(part.about.get(name), about.get(name)) for name in ("revision", "weights")]
+    pairs = [(stored.get(name), about.get(name)) for name in ("revision", "weights")]
     return all(there == here for there, here in pairs if None not in (there, here))
 
 

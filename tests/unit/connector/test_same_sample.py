@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from hsx_dist.connector.failure_markers import Markers
 from hsx_dist.errors import Denied, FormatError, SampleFailed
-from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.format.codecs import CODECS, resolve_codec
 from hsx_dist.format.container import Part, SegmentEncoder, build_part, with_expires
 from hsx_dist.format.identity import identity_hash
 from hsx_dist.page import Page, Segment
@@ -246,6 +246,26 @@ def test_an_unreadable_object_fails_the_request_and_is_no_conflict(store, tmp_pa
     server.close()
     assert names(store) == {NAME, "k.error.json"}
     assert store.get(NAME) == content
+
+
+@pytest.mark.parametrize(("prompt", "same"), [(PROMPT, True), ([9, 9, 9], False)])
+@pytest.mark.parametrize("computed", [None, 1])
+def test_an_object_of_an_unknown_codec_has_a_known_request(store, tmp_path, monkeypatch, prompt, same, computed):
+    """Two servers share a prefix. The second server lacks the codec of the first one."""
+    server = SmallServer(tmp_path, store, codec="split")
+    server.ask(PROMPT, key="k")
+    server.close()
+    with monkeypatch.context() as patch:
+        patch.delitem(CODECS, "split")
+        server = SmallServer(tmp_path, store, codec="zstd")
+        server.ask(prompt, key="k", computed=computed)
+        server.close()
+    if same:
+        assert names(store) == {NAME}
+        assert read(store)["token_ids"].tolist() == PROMPT
+    else:
+        with pytest.raises(SampleFailed, match="another sample"):
+            read(store)
 
 
 def test_an_object_that_the_writer_cannot_read_for_a_moment_stays_readable(store, tmp_path):

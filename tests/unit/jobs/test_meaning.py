@@ -19,6 +19,7 @@ from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.errors import ConfigError, EngineError, RunMismatch
 from hsx_dist.fleet.replica import Replica
 from hsx_dist.fleet.same_model import require_files
+from hsx_dist.format.header import Origin
 from hsx_dist.format.identity import is_of_another
 from hsx_dist.format.place import start_run
 from hsx_dist.jobs import preflight
@@ -460,6 +461,5 @@ def test_weights_that_vllm_loads_next_to_safetensors_are_compared(tmp_path: Path
 )
 def test_samples_of_other_weights_are_other_samples(stored: Any, now: Any, another: bool) -> None:
     about = {"model": "m", "norm": "pre"}
-    segment = SimpleNamespace(segment=SimpleNamespace(meta={"identity": {"request": "r"}}))
-    part: Any = SimpleNamespace(about={**about, **stored}, segments=[segment])
-    assert is_of_another(part, "r", {**about, **now}) is another
+    found = Origin({**about, **stored}, {"identity": {"request": "r"}})
+    assert is_of_another(found, "r", {**about, **now}) is another
