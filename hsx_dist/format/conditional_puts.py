@@ -6,8 +6,10 @@ import uuid
 from contextlib import suppress
 
 from hsx_dist.errors import AlreadyExists, ConfigError, Denied, NotFound, StoreError
-from hsx_dist.format.json_objects import put_own
+from hsx_dist.format.json_objects import get_json, put_own
 from hsx_dist.store import Store
+
+_FIRST = b'{"put": "first"}'
 
 
 def require_conditional_puts(store: Store, hint: str = "") -> None:
@@ -21,11 +23,11 @@ def require_conditional_puts(store: Store, hint: str = "") -> None:
     """
     name, said = f"probe-{uuid.uuid4().hex}", "a store that replaces it"
     try:
-        put_own(store, name, b"first")  # succeeds even if the first response is lost and a retry finds the object
+        put_own(store, name, _FIRST)  # succeeds even if the first response is lost and a retry finds the object
         try:
-            store.put_if_absent(name, b"second")
+            store.put_if_absent(name, b"{}")
         except AlreadyExists:
-            if store.get(name) == b"first":
+            if get_json(store, name) == _FIRST:
                 return
     except (Denied, NotFound):
         raise

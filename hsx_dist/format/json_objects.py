@@ -260,11 +260,14 @@ def checked_json(data: bytes, where: str) -> dict[str, Any]:
 
 
 def put_own(store: Store, name: str, body: bytes) -> bool:
-    """Create an object. Returns whether it has our content, also when the response to an earlier try was lost."""
+    """Create a JSON object. Returns whether it has our content, also when the response to an earlier try was lost.
+
+    Raises like ``get_json``.
+    """
     try:
         store.put_if_absent(name, body)
     except AlreadyExists:
-        return get_small(store, name, MAX_JSON_BYTES) == body
+        return get_json(store, name) == body
     return True
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from hsx_dist.errors import Fenced, SampleFailed, Unavailable
+from hsx_dist.format.conditional_puts import require_conditional_puts
+from hsx_dist.format.json_objects import put_own
 from hsx_dist.format.names import attempt_name, closed_name, part_name, receipt_name
 from hsx_dist.format.receipt_log import ReceiptLog, is_closed, seal_logs
 from hsx_dist.format.runs import is_fenced, version_1_refuses
@@ -23,15 +25,15 @@ PAGE = b"<html>back soon</html>"
 
 
 class PagedOnce(WrappedStore):
-    """The first get of ``name`` returns a page."""
+    """The first get of a name that begins with ``prefix`` returns a page."""
 
-    def __init__(self, inner: Store, name: str) -> None:
+    def __init__(self, inner: Store, prefix: str) -> None:
         super().__init__(inner)
-        self._left = [name]
+        self._left = [prefix]
 
     def get(self, name: str, most: int | None = None) -> bytes:
-        if name in self._left:
-            self._left.remove(name)
+        if self._left and name.startswith(self._left[0]):
+            self._left.clear()
             return PAGE
         return super().get(name, most)
 
@@ -88,3 +90,21 @@ def test_a_gateways_page_hides_no_seal() -> None:
     with pytest.raises(Fenced):
         log.append(receipt("a"))
     assert len(list(store.list("manifest/"))) == 1
+
+
+def test_a_gateways_page_is_no_object_of_another_process() -> None:
+    store = MemoryStore()
+    own = b'{"own": 1}'
+    assert put_own(store, "a", own)
+    paged = PagedOnce(store, "a")
+    with pytest.raises(Unavailable):  # the response to the first put may have been lost
+        put_own(paged, "a", own)
+    assert put_own(paged, "a", own)
+    assert not put_own(paged, "a", b"{}")
+
+
+def test_a_gateways_page_does_not_refuse_a_store_with_conditional_puts() -> None:
+    store = PagedOnce(MemoryStore(), "probe-")
+    with pytest.raises(Unavailable):
+        require_conditional_puts(store)
+    require_conditional_puts(store)
