@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from hsx_dist.config.redaction import redact_text
-from hsx_dist.errors import NotFound, StoreError
+from hsx_dist.errors import NotFound, StoreError, Unavailable
 
 #: Bytes that a back end can send without copying: C-contiguous, of any item type and shape.
 Buffer = bytes | bytearray | memoryview | np.ndarray[Any, Any]
@@ -143,12 +143,20 @@ def replaces_conditionally(store: Store) -> bool:
         store.put(name, [b"old"])
         old = store.version(name)
         store.put(name, [b"new"])
-        spared = not store.put_version(name, [b"x"], old) and store.get(name) == b"new"
+        spared = not store.put_version(name, [b"x"], old) and _probed(store, name) == b"new"
         store.put_version(name, [b"newer"], store.version(name))  # also False if its response was lost
-        return spared and store.get(name) == b"newer"
+        return spared and _probed(store, name) == b"newer"
     finally:
         with suppress(StoreError):
             store.delete(name)
+
+
+def _probed(store: Store, name: str) -> bytes:
+    """Return the content of the probe object of ``replaces_conditionally``, whose result is final."""
+    found = store.get(name)
+    if found not in (b"new", b"x", b"newer"):
+        raise Unavailable(f"{store.url}/{name}: expected a probe object, got other bytes. Check that the store answers")
+    return found
 
 
 def version_of(store: Store, name: str) -> str | None:

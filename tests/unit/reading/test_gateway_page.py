@@ -15,6 +15,7 @@ from hsx_dist.format.runs import is_fenced, version_1_refuses
 from hsx_dist.reading.load import load_object
 from hsx_dist.reading.missing import is_removed, removal_mark
 from hsx_dist.store import Store
+from hsx_dist.store.base import replaces_conditionally
 from hsx_dist.testing.faulty_stores import WrappedStore
 from hsx_dist.testing.stores import MemoryStore
 from hsx_dist.writers.sink import PartSink
@@ -93,18 +94,18 @@ def test_a_gateways_page_hides_no_seal() -> None:
 
 
 def test_a_gateways_page_is_no_object_of_another_process() -> None:
-    store = MemoryStore()
-    own = b'{"own": 1}'
-    assert put_own(store, "a", own)
-    paged = PagedOnce(store, "a")
-    with pytest.raises(Unavailable):  # the response to the first put may have been lost
-        put_own(paged, "a", own)
-    assert put_own(paged, "a", own)
-    assert not put_own(paged, "a", b"{}")
-
-
-def test_a_gateways_page_does_not_refuse_a_store_with_conditional_puts() -> None:
-    store = PagedOnce(MemoryStore(), "probe-")
+    store = PagedOnce(MemoryStore(), "a")
+    assert put_own(store, "a", b'{"other": 1}')
     with pytest.raises(Unavailable):
-        require_conditional_puts(store)
-    require_conditional_puts(store)
+        put_own(store, "a", b'{"own": 1}')
+    assert not put_own(store, "a", b'{"own": 1}')
+
+
+@pytest.mark.parametrize(
+    ("probe", "prefix"), [(require_conditional_puts, "probe-"), (replaces_conditionally, ".hsx-probe-")]
+)
+def test_a_gateways_page_is_no_result_of_a_probe(probe: Callable[[Store], bool | None], prefix: str) -> None:
+    store = PagedOnce(MemoryStore(), prefix)
+    with pytest.raises(Unavailable):
+        probe(store)
+    assert probe(store) in (True, None)
