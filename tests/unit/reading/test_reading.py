@@ -287,7 +287,7 @@ def test_a_failure_marker_ends_the_wait(store: Store) -> None:
     store.put("a.error.json", [json.dumps({"key": "a", "error": "the request was aborted"}).encode()])
     with pytest.raises(SampleFailed, match="aborted"):
         load_hidden_states(path, wait=60)
-    store.put("a.error.json", [b"\xff"])
+    store.put("a.error.json", [b"{\xff"])
     with pytest.raises(SampleFailed, match=r"a\.error\.json"):
         load_hidden_states(path, wait=60)
 
