@@ -27,7 +27,7 @@ LONGEST_S = 10.0
 _PAUSE_S = 0.002
 _BUSY = (errno.EAGAIN, errno.EACCES)
 #: Errors of a system or a file system without such locks.
-_NO_LOCKS = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+NO_LOCKS = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 #: Devices whose locks worked in this process, and devices that had none for ``LONGEST_S``.
 _locking: set[int] = set()
 _lockless: set[int] = set()
@@ -63,7 +63,7 @@ def lock_for_put(fd: int, what: str) -> None:
         try:
             locked = (writable and _lock(fd, fcntl.F_WRLCK)) or _lock(fd, fcntl.F_RDLCK)
         except OSError as e:
-            if e.errno in _NO_LOCKS:
+            if e.errno in NO_LOCKS:
                 return
             if e.errno != errno.ENOLCK or device in _locking:
                 raise

@@ -178,6 +178,19 @@ def test_a_file_system_without_locks_takes_puts_and_no_conditional_deletes(
     assert store.get("a") == b"3"
 
 
+def test_a_conditional_delete_whose_lock_fails_for_a_moment_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a", [b"1"])
+    version = store.version("a")
+    with monkeypatch.context() as broken:
+        _fail_locks(broken, errno.EIO)
+        with pytest.raises(Unavailable):
+            store.delete_version("a", version)
+    assert store.delete_version("a", version)
+
+
 def test_a_put_waits_for_a_lock_service_that_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(tmp_path)
     store.put("a", [b"old"])
