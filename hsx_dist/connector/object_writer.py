@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -18,6 +19,7 @@ from hsx_dist.connector.failure_markers import ENOUGH_FAILED, KEY_SHOWN, Markers
 from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.connector.outlet import Outlet
 from hsx_dist.connector.step import Expect, Skip
+from hsx_dist.errors import NotFound
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.conditional_puts import require_conditional_puts
 from hsx_dist.format.markers import OBJECT, is_of_a_key
@@ -29,6 +31,7 @@ from hsx_dist.page import Segment, object_name
 from hsx_dist.store import Store, open_store
 from hsx_dist.tokenizers import tokenizer_hash
 from hsx_dist.transport.affinity import any_core
+from hsx_dist.transport.channel import Peer
 from hsx_dist.transport.local_end import LocalEnd
 from hsx_dist.transport.remote_sender import RemoteSender
 from hsx_dist.transport.shipping import Copied
@@ -320,7 +323,18 @@ def thread_writers(store: Store, threads: int) -> MakeWriters:
 
 
 def process_writers(settings: ConnectorConfig) -> MakeWriters:
-    """Return a factory of writers in a separate process."""
+    """Return a factory of writers in a separate process.
+
+    The process opens its own store. So it is not started while the mount of a folder is gone: its store would take the
+    folder below the mount for the output.
+    """
+    watch = open_store(settings.output, settings.storage_options, retry_seconds=0) if settings.local else None
+
+    def start(spec: WriterProcessSpec, ring: int) -> Peer:
+        if watch is not None:
+            with suppress(NotFound):
+                watch.head("hsx-mount")  # any name: Unavailable if another folder is there
+        return spawn(spec, ring)
 
     def make(options: SinkOptions, on_event: Callable[[Event], None], meter: Meter, ring_bytes: int) -> Writers:
         spec = WriterProcessSpec(
@@ -332,7 +346,7 @@ def process_writers(settings: ConnectorConfig) -> MakeWriters:
             drain_seconds=settings.drain_seconds,
             log_level=log.getEffectiveLevel(),
         )
-        return RemoteSender(partial(spawn, spec), ring_bytes, on_event, meter, drain_seconds=spec.drain_seconds)
+        return RemoteSender(partial(start, spec), ring_bytes, on_event, meter, drain_seconds=spec.drain_seconds)
 
     return make
 

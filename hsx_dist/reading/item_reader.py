@@ -29,8 +29,9 @@ class ReadMemory(NamedTuple):
     """The memory of one iteration over a data set, or of one batch.
 
     Attributes:
-        ahead: limit for the sum of ``ItemReader.nbytes`` of samples that are read ahead.
-        chunks: what samples take beyond ``ItemReader.nbytes`` while they are read. A chunk is fetched and decoded
+        ahead: limit for the sum of ``ItemReader.nbytes`` of samples that are read ahead. 0: no sample is read ahead, so
+            its ``nbytes`` are not held.
+        chunks: what samples take beyond what ``ahead`` holds while they are read. A chunk is fetched and decoded
             whole, also for one token, and in schema ``vllm`` with all layers. Receipts do not have its size.
         empty: allocator for the states. ``None``: new memory.
     """
@@ -84,15 +85,20 @@ class ItemReader:
                     )
         if memory is None:
             return self.spec.make(self.run, sample, epoch)
-        with memory.chunks.hold(self._beyond(record, sample, epoch)):
+        held = self._held_ahead(record) if memory.ahead else 0
+        with memory.chunks.hold(self._read_bytes(sample, epoch) - held):
             return self.spec.make(self.run, sample, epoch, memory.empty)
 
-    def _beyond(self, record: SampleRecord, sample: Sample, epoch: int) -> int:
-        """Bytes of memory to read a sample beyond its ``nbytes``."""
+    def _held_ahead(self, record: SampleRecord) -> int:
+        """Bytes of states within a sample's ``nbytes``."""
         raw, stored = record.raw_bytes, record.stored_bytes
-        included = self.spec.state_bytes(self.run, record.key, record.num_tokens, raw) * max(1.0, stored / max(1, raw))
+        states = self.spec.state_bytes(self.run, record.key, record.num_tokens, raw)
+        return int(states * max(1.0, stored / max(1, raw)))
+
+    def _read_bytes(self, sample: Sample, epoch: int) -> int:
+        """Bytes of memory to read a sample."""
         span = self.spec.span(sample.num_tokens, sample.key, epoch)
-        return load_bytes(sample, self.spec.layers, span, self.spec.points, self.spec.attached) - int(included)
+        return load_bytes(sample, self.spec.layers, span, self.spec.points, self.spec.attached)
 
     def nbytes(self, place: int) -> int:
         """``ItemSpec.nbytes`` of the sample at ``place``."""

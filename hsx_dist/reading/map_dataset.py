@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hsx_dist.format.byte_budget import ByteBudget
 from hsx_dist.reading.arguments import require_positive
-from hsx_dist.reading.item_reader import ItemReader, Source
+from hsx_dist.reading.item_reader import ItemReader, ReadMemory, Source
 from hsx_dist.reading.items import ItemSpec
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Layers
@@ -93,7 +94,7 @@ class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
         return self._reader.make(int(self._reader.selection.places[i]), self._epoch.get())
 
     def __getitems__(self, positions: Sequence[int]) -> list[dict[str, Any]]:
-        places, memory = self._reader.selection.places, self._reader.memory(_BATCH_BYTES)._replace(empty=None)
+        places, memory = self._reader.selection.places, ReadMemory(0, ByteBudget(_BATCH_BYTES), None)
         epoch = self._epoch.get()
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hsx-read") as pool:
             return list(pool.map(lambda i: self._reader.make(int(places[i]), epoch, memory), positions))

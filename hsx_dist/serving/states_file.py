@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hsx_dist.errors import FormatError
 from hsx_dist.format.description import TENSOR_DTYPE
 from hsx_dist.format.identity import IDENTITY
 from hsx_dist.page import CARRIER, HIDDEN_STATES
@@ -131,6 +132,8 @@ class StatesFile:
         end = 0
         for name, dtype, shape, nbytes in tensors:
             begin, end = end, end + nbytes
+            if name in entries:
+                raise FormatError(f"{self._sample.uri}: expected a name that only one tensor has, got {name!r} of two")
             entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)

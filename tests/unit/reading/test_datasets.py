@@ -36,6 +36,7 @@ from hsx_dist.format.container import Part
 from hsx_dist.format.place import start_run
 from hsx_dist.reading import Run, map_dataset
 from hsx_dist.reading.collate import pack, pad
+from hsx_dist.reading.item_reader import ItemReader
 from hsx_dist.reading.order import Dealt, EpochPosition, canonical_order
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.local import LocalStore
@@ -779,12 +780,13 @@ def test_reading_a_token_counts_the_memory_of_its_whole_chunk(by_place: bool, mo
 
     monkeypatch.setattr(Part, "load", counted)
     if by_place:
-        monkeypatch.setattr(map_dataset, "_BATCH_BYTES", 10 * chunk)
+        monkeypatch.setattr(map_dataset, "_BATCH_BYTES", 5 * chunk)
+        monkeypatch.setattr(ItemReader, "_held_ahead", lambda *_: 1 << 60)  # a receipt may claim any stored bytes
         items = HiddenStatesMapDataset(run, max_tokens=1).__getitems__(range(12))
     else:
         items = list(HiddenStatesDataset(run, max_tokens=1, prefetch_bytes=10 * chunk))
     assert [item["hidden_states"].shape for item in items] == [(1, 1, 1 << 10)] * 12
-    assert most <= 2  # half of the memory is for chunks, and a codec may take as much as the chunk
+    assert most <= 2  # 5 chunks of memory are for chunks, and a codec may take as much as the chunk
 
 
 @pytest.mark.parametrize("kind", ["plain", "mixed", "packed"])

@@ -166,6 +166,32 @@ def test_samples_fail_at_once_while_the_process_cannot_start(outlet, tmp_path, m
     np.testing.assert_array_equal(states_of(tmp_path, "c"), some())
 
 
+def test_the_process_does_not_start_again_while_the_mount_of_the_folder_is_gone(tmp_path, monkeypatch):
+    """A new process would make the folder below the mount, and take it for the output."""
+    monkeypatch.setattr(remote_sender, "RESTART_S", 0.0)
+    mount, away = tmp_path / "mount", tmp_path / "away"
+    mount.mkdir()
+    outlet = outlet_on(mount, apart=True, locks=False)
+    try:
+        submit(outlet, "a", some())
+        settle(outlet)
+        mount.rename(away)
+        os.kill(pid(), signal.SIGKILL)
+        until(lambda: outlet._writers.pid is None)
+        submit(outlet, "b", some())
+        until(lambda: not outlet.ring.used_bytes)
+        assert outlet._writers.pid is None
+        assert not mount.exists()
+        away.rename(mount)
+        submit(outlet, "c", some())
+        settle(outlet)
+        np.testing.assert_array_equal(states_of(mount, "c"), some())
+        with pytest.raises(SampleFailed, match="does not run"):
+            states_of(mount, "b")
+    finally:
+        outlet.close(10)
+
+
 def test_the_end_while_another_one_starts_leaves_it_the_ring_and_no_process(tmp_path):
     before = rings()
     begun, go_on, made = threading.Event(), threading.Event(), []
