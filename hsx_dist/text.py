@@ -101,7 +101,8 @@ def head(text: str, limit: int) -> str:
     megabytes very often. A credential that is cut there is among the last ``_BEYOND`` characters, which are left out.
     """
     seen = text[: limit + 2 * _BEYOND]
-    return (_redacted_once(seen) if len(seen) == len(text) else _redacted_once(seen)[:-_BEYOND])[:limit]
+    shown = _redacted_once(seen)
+    return shown[:limit] if len(seen) == len(text) else shown[:-_BEYOND][:limit] or "…"
 
 
 @lru_cache(maxsize=64)

@@ -80,6 +80,7 @@ def test_no_credential_is_shown_in_part_because_others_before_it_are_hidden(leng
     for before in range(80):
         text = f"{hidden[: (2 << 10) + 80 - length // 2 + before]} https://me:{'Passw0rd' * (length // 8)}@host/x"
         assert "Passw0rd" not in head(text, 80)
+    assert head(f"token='{'a' * 4000}", 200)
 
 
 def test_a_line_break_begins_no_line_at_the_margin():
