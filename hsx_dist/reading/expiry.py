@@ -55,10 +55,10 @@ def expired(
             yield info.name, end
 
 
-def is_expired(store: Store, name: str) -> bool:
-    """Whether an object or marker of this name exists and has expired."""
+def is_expired(store: Store, name: str, now: float) -> bool:
+    """Whether an object or marker of this name exists and has expired at ``now``."""
     end = _end(store, name)
-    return end is not None and end <= time.time()
+    return end is not None and end <= now
 
 
 def _end(store: Store, name: str, size: int | None = None) -> float | None:

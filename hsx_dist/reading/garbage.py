@@ -124,17 +124,17 @@ def remove_run(root: Store, place: Place | None, *, on_object: Callable[[str], N
         root.delete(name)
         on_object(name)
         removed.add(name)
-    require_gone(root, removed, (info for folder in folders for info in run_objects(root, folder)))
+    require_gone(root, removed, (info.name for folder in folders for info in run_objects(root, folder)))
     return len(removed)
 
 
-def require_gone(store: Store, deleted: Collection[str], listed: Iterable[ObjectInfo]) -> None:
-    """Check that a new listing has no ``deleted`` object. The page of a gateway answers a delete like the store.
+def require_gone(store: Store, deleted: Collection[str], found: Iterable[str]) -> None:
+    """Check that no name ``found`` after the deletes is ``deleted``. A gateway's page answers a delete like the store.
 
     Raises:
-        Unavailable: it has one.
+        Unavailable: one is.
     """
-    left = next((info.name for info in listed if info.name in deleted), None)
+    left = next((name for name in found if name in deleted), None)
     if left is not None:
         raise Unavailable(
             f"{store.url}/{left}: expected no object after its delete, got one: another service answered for the "

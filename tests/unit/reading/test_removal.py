@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import io
-from collections.abc import Callable
+import json
+import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,6 +37,7 @@ from hsx_dist.reading.retention import Retention
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.status import run_status
 from hsx_dist.reading.verify import verify_run
+from hsx_dist.store import ObjectInfo
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.faulty_stores import LyingStore, Strike, T, Verb, WrappedStore
 from hsx_dist.testing.samples import random_sample
@@ -291,10 +295,11 @@ def test_a_delete_that_a_gateway_answered_ends_rm_with_an_error(times: int) -> N
     assert set(store.objects) == {"run.json"}
 
 
-@pytest.mark.parametrize("what", ["garbage", "earlier run", "expired"])
+@pytest.mark.parametrize("what", ["garbage", "earlier run", "expired", "many expired"])
 def test_a_delete_that_a_gateway_answered_ends_gc_with_an_error(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     store = MemoryStore()
-    if what == "expired":
+    if "expired" in what:
+        monkeypatch.setattr(gc, "_FEW", 0 if "many" in what else 1)
         store.put("a.error.json", [b'{"key": "a", "error": "x", "expires": 1000}'])
     else:
         place = start_run(store, {"meaning": {}})
@@ -311,3 +316,38 @@ def test_a_delete_that_a_gateway_answered_ends_gc_with_an_error(monkeypatch: pyt
             gc.run_gc("run", (), delete=True, watch=0, as_json=True)
     monkeypatch.setattr(gc, "open_store", lambda *_: store)
     gc.run_gc("run", (), delete=True, watch=0, as_json=True)
+
+
+class StoredAgain(MemoryStore):
+    """A server stores each key again after its removal. Its new, short life ends during ``hsx gc``."""
+
+    listings = 0
+
+    def delete_version(self, name: str, version: str) -> bool:
+        deleted = super().delete_version(name, version)
+        self.put(name, [json.dumps({"key": name[:1], "error": "x", "expires": time.time()}).encode()])
+        return deleted
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        self.listings += prefix == ""
+        return super().list(prefix, after)
+
+
+def test_an_object_that_is_stored_again_during_gc_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = count(2000)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    monkeypatch.setattr(gc, "require_conditional_deletes", lambda _: None)
+    listings = []
+    for few in (2, 1):
+        store = StoredAgain()
+        monkeypatch.setattr(gc, "_FEW", few)
+        monkeypatch.setattr(gc, "open_store", lambda *_, store=store: store)
+        for key in "ab":
+            store.put(f"{key}.error.json", [b'{"key": "a", "error": "x", "expires": 1000}'])
+        gc.run_gc("served", (), delete=True, watch=0, as_json=True)
+        assert json.loads(capsys.readouterr().out)["expired"] == ["a.error.json", "b.error.json"]
+        assert len(store.objects) == 2
+        listings.append(store.listings)
+    assert listings[1] == listings[0] + 1  # a few objects are not looked for in the whole prefix
