@@ -9,17 +9,20 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
-from hsx_dist.errors import ConfigError, Denied, FormatError, NotFound
+from hsx_dist.errors import ConfigError, Denied, FormatError, NotFound, Unavailable
 from hsx_dist.format.container import Part
 from hsx_dist.format.json_objects import number, read_json
 from hsx_dist.format.markers import LOCK, MARKERS, is_marker, lock_name, marked_name
 from hsx_dist.format.place import find_place
+from hsx_dist.logger import get_logger
 from hsx_dist.reading.object_lock import exclusive_lock
 from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.base import Conditional, Folders, check_name, not_conditional
+
+log = get_logger(__name__)
 
 
 def readable(store: Store, unreadable: Callable[[str], None]) -> Iterator[ObjectInfo]:
@@ -144,7 +147,7 @@ def remove(store: Store, name: str, now: float | None = None) -> bool:
       system supports locks there. Puts of a user who may replace the object but not write it exclude deletes, but not
       each other. A delete by another program, and a put behind it, are not excluded: docs/operations.md states this.
     - The delete holds the object's lock file, so that it never removes a lock file that a server holds. An object that
-      a server or a reader holds is left for the next call.
+      a server or a reader holds is left for the next call. So is one whose lock file has an error, which is logged.
 
     Raises:
         StoreError: the store failed, or has no conditional deletes.
@@ -153,9 +156,15 @@ def remove(store: Store, name: str, now: float | None = None) -> bool:
     if not isinstance(store, Conditional):
         raise not_conditional(store.url)
     is_object = not name.endswith(MARKERS)
-    local = is_object and "://" not in store.url
+    has_lock = False
     try:
-        with exclusive_lock(store.url, name) if local else nullcontext(False) as has_lock:
+        with ExitStack() as held:
+            if is_object and "://" not in store.url:
+                try:
+                    has_lock = held.enter_context(exclusive_lock(store.url, name))
+                except Unavailable as e:  # of this object alone
+                    log.warning("gc cannot lock an object, and leaves it: name=%s error=%s", name, e)
+                    return False
             version = store.version(name)
             end = _end(store, name)
             if end is None or end > now or (not is_object and _hides(store, name)):

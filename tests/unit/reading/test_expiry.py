@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -326,6 +328,26 @@ def test_objects_locked_by_a_server_or_a_reader_are_kept(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["old.safetensors", lock.name]
     assert remove(store, "old.safetensors")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_file_with_an_error_stops_no_gc(prefix, monkeypatch, capsys, caplog):
+    for name in ("old.safetensors", "old.safetensors.lock"):
+        shutil.copy(prefix / name, prefix / f"b{name}")
+    open_file = os.open
+
+    def fails(path, *arguments, **options):
+        if path == "bold.safetensors.lock":
+            raise OSError(errno.EIO, "Input/output error")
+        return open_file(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", fails)
+    with pytest.raises(SystemExit) as ended:
+        main(["gc", str(prefix), "--delete", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0
+    assert found["in_use"] == ["bold.safetensors"]
+    assert sorted(found["expired"]) == ["bad.error.json", "odd.bin.failed.json", "old.safetensors"]
+    assert "name=bold.safetensors error=" in caplog.text
 
 
 def test_gc_follows_no_link(tmp_path):
