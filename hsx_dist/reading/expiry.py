@@ -18,9 +18,10 @@ from hsx_dist.format.json_objects import number, read_json
 from hsx_dist.format.markers import LOCK, MARKERS, is_marker, lock_name, marked_name
 from hsx_dist.format.place import find_place
 from hsx_dist.logger import get_logger
+from hsx_dist.reading.garbage import require_gone
 from hsx_dist.reading.object_lock import exclusive_lock
 from hsx_dist.store import ObjectInfo, Store
-from hsx_dist.store.base import Conditional, Folders, check_name, not_conditional
+from hsx_dist.store.base import Conditional, Folders, check_name, not_conditional, probed
 
 log = get_logger(__name__)
 
@@ -113,6 +114,7 @@ def require_conditional_deletes(store: Store) -> None:
 
     Raises:
         StoreError: the store ignores the condition, or has no conditional deletes.
+        Unavailable: another service answered for the store.
     """
     name = f".hsx-probe-{uuid.uuid4().hex}"
     works = False
@@ -121,9 +123,12 @@ def require_conditional_deletes(store: Store) -> None:
             store.put(name, [b"old"])
             old = store.version(name)
             store.put(name, [b"new"])
-            spared = not store.delete_version(name, old) and store.get(name) == b"new"
-            store.delete_version(name, store.version(name))  # also False if only the store's answer was lost
-            works = spared and not any(store.list(name))
+            if store.delete_version(name, old):
+                require_gone(store, {name}, (info.name for info in store.list(name)))
+            probed(store, name)  # raises NotFound if the store ignores the condition
+            if store.delete_version(name, store.version(name)):  # also False if only the store's answer was lost
+                require_gone(store, {name}, (info.name for info in store.list(name)))
+            works = not any(store.list(name))
     except NotFound:
         pass
     finally:

@@ -143,16 +143,16 @@ def replaces_conditionally(store: Store) -> bool:
         store.put(name, [b"old"])
         old = store.version(name)
         store.put(name, [b"new"])
-        spared = not store.put_version(name, [b"x"], old) and _probed(store, name) == b"new"
+        spared = not store.put_version(name, [b"x"], old) and probed(store, name) == b"new"
         store.put_version(name, [b"newer"], store.version(name))  # also False if its response was lost
-        return spared and _probed(store, name) == b"newer"
+        return spared and probed(store, name) == b"newer"
     finally:
         with suppress(StoreError):
             store.delete(name)
 
 
-def _probed(store: Store, name: str) -> bytes:
-    """Return the content of the probe object of ``replaces_conditionally``, whose result is final."""
+def probed(store: Store, name: str) -> bytes:
+    """Return the content of a probe object. The result of a probe is final, so other bytes raise ``Unavailable``."""
     found = store.get(name)
     if found not in (b"new", b"x", b"newer"):
         raise Unavailable(f"{store.url}/{name}: expected a probe object, got other bytes. Check that the store answers")

@@ -20,10 +20,8 @@ from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.page import Page, Segment
 from hsx_dist.reading import expiry
-from hsx_dist.reading.expiry import expired, remove, require_conditional_deletes
+from hsx_dist.reading.expiry import expired, remove
 from hsx_dist.store import local, open_store
-from hsx_dist.store.base import replaces_conditionally
-from hsx_dist.store.prefix import PrefixStore
 from hsx_dist.testing.stores import MemoryStore
 from hsx_dist.writers.sink import PartSink, SinkOptions
 from tests.harness.runs import write_v1_run
@@ -365,52 +363,6 @@ def test_gc_follows_no_link(tmp_path):
     (prefix / "old.safetensors").symlink_to(victim / "old.safetensors")
     assert not remove(store, "old.safetensors")
     assert len(list(victim.iterdir())) == 2
-
-
-class Ignoring(MemoryStore):
-    """A server that ignores the condition of a delete."""
-
-    def delete_version(self, name, version):  # noqa: ARG002
-        self.delete(name)
-        return True
-
-
-class Refusing(MemoryStore):
-    def delete_version(self, name, version):  # noqa: ARG002
-        return False
-
-
-@pytest.mark.parametrize("kind", [Ignoring, Refusing, lambda: PrefixStore(MemoryStore(), "x")])
-def test_a_store_without_conditional_deletes_is_refused_and_nothing_is_deleted(kind):
-    store = kind()
-    store_anew(store, "old.error.json", 1000)
-    with pytest.raises(StoreError, match=r"expected a store with conditional deletes.*lifecycle rules"):
-        require_conditional_deletes(store)
-    assert [info.name for info in store.list()] == ["old.error.json"]
-
-
-class LosingAnswers(MemoryStore):
-    """A library that repeats each successful conditional call, and reports the repetition's result."""
-
-    def put_version(self, name, buffers, version):
-        super().put_version(name, buffers, version)
-        return super().put_version(name, buffers, version)
-
-    def delete_version(self, name, version):
-        super().delete_version(name, version)
-        return super().delete_version(name, version)
-
-
-def test_probes_check_the_stored_object_and_not_the_answers():
-    store = LosingAnswers()
-    require_conditional_deletes(store)
-    assert replaces_conditionally(store)
-    assert list(store.list()) == []
-
-
-def test_a_probe_leaves_no_object(store):
-    require_conditional_deletes(store)
-    assert list(store.list()) == []
 
 
 @pytest.mark.parametrize("end", ["1" + 400 * "0", "NaN", "true", "[1]", '"1"', "[" * 100_000])

@@ -12,6 +12,7 @@ from hsx_dist.format.json_objects import put_own
 from hsx_dist.format.names import attempt_name, closed_name, part_name, receipt_name
 from hsx_dist.format.receipt_log import ReceiptLog, is_closed, seal_logs
 from hsx_dist.format.runs import is_fenced, version_1_refuses
+from hsx_dist.reading.expiry import require_conditional_deletes
 from hsx_dist.reading.load import load_object
 from hsx_dist.reading.missing import is_removed, removal_mark
 from hsx_dist.store import Store
@@ -102,7 +103,12 @@ def test_a_gateways_page_is_no_object_of_another_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("probe", "prefix"), [(require_conditional_puts, "probe-"), (replaces_conditionally, ".hsx-probe-")]
+    ("probe", "prefix"),
+    [
+        (require_conditional_puts, "probe-"),
+        (replaces_conditionally, ".hsx-probe-"),
+        (require_conditional_deletes, ".hsx-probe-"),
+    ],
 )
 def test_a_gateways_page_is_no_result_of_a_probe(probe: Callable[[Store], bool | None], prefix: str) -> None:
     store = PagedOnce(MemoryStore(), prefix)
