@@ -43,8 +43,8 @@ class KeptParts:
         self._kept: OrderedDict[str, Part] = OrderedDict()
         self._nbytes = 0
         self._opening: dict[str, Future[Part]] = {}
-        # Part → the time until which its error counts, the error without its frames, which hold fetched bytes, and the
-        # number of codecs: the part may need a codec that is registered later.
+        # Part → the time until which its error counts, the error's type and text, and the number of codecs. The error
+        # itself has frames, which hold fetched bytes. The part may need a codec that is registered later.
         self._errors: OrderedDict[str, tuple[float, _Lasting, str, int]] = OrderedDict()
 
     def get(self, name: str, open_part: Callable[[str], Part]) -> Part:

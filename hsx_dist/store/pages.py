@@ -135,7 +135,7 @@ def _names(answer: Mapping[str, Any]) -> Set[str]:
     """Return the keys of an answer, and the folders, which only a listing of one folder has."""
     keys = (str(entry.get("Key")) for entry in answer.get("Contents", ()))
     folders = (str(entry.get("Prefix")) for entry in answer.get("CommonPrefixes", ()))
-    return dict.fromkeys((*keys, *folders)).keys()
+    return dict.fromkeys((*keys, *folders)).keys()  # keeps the answer's order: ``Pages`` checks the first names
 
 
 class Pages:
