@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hsx_dist.errors import Denied, NotFound, Unavailable
+from hsx_dist.errors import Denied, HsxError, NotFound, Unavailable
 from hsx_dist.format.markers import lock_name
 from hsx_dist.store.folders import SAFELY, is_at, opened
 
@@ -28,14 +28,24 @@ _NO_LOCK = frozenset(
 def shared_lock(root: str, name: str) -> Iterator[None]:
     """Hold the lock of the object ``name`` in the folder ``root`` shared, if there is one. Never waits.
 
+    If there is none, looks for it again after the body.
+
     Raises:
         NotFound: a server holds the lock, so the object is not yet the result of its latest request.
         Denied: this user may not read the lock file.
         Unavailable: it is not known whether a server holds the lock.
     """
-    fd = _take(root, name)
+    fd, answer = _take(root, name), None
     try:
-        yield
+        try:
+            yield
+        except HsxError as e:  # such as a failure that an earlier request recorded
+            answer = e
+        if fd is None:
+            # The mount may have been gone at the first look, and back when the store tried the read again.
+            fd = _take(root, name)
+        if answer is not None:
+            raise answer
     finally:
         if fd is not None:
             os.close(fd)

@@ -10,14 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
 from hsx_dist.connector import locks as locks_module
 from hsx_dist.connector.locks import ObjectLocks
-from hsx_dist.errors import Denied, NotFound, Unavailable
+from hsx_dist.errors import Denied, NotFound, SampleFailed, Unavailable
 from hsx_dist.reading.object_lock import exclusive_lock, shared_lock
 
 
@@ -458,6 +458,29 @@ def test_a_lock_that_cannot_be_looked_at_is_not_free(tmp_path, monkeypatch, numb
             pass
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     locks.release_all()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_read_that_began_while_the_mount_was_gone_ends_if_a_server_holds_the_lock(tmp_path, failed):
+    """The store tries a read again until the mount is back. What it finds is of an earlier request."""
+    root, away = tmp_path / "mount", tmp_path / "away"
+
+    def read():
+        with shared_lock(str(root), "a"):
+            away.rename(root)
+            if failed:
+                raise SampleFailed("recorded by an earlier request")
+
+    root.mkdir()
+    locks = ObjectLocks(root)
+    locks.hold("a", "r")
+    root.rename(away)
+    with pytest.raises(NotFound, match="held by a server"):
+        read()
+    root.rename(away)
+    locks.release("r", stored=True)
+    with pytest.raises(SampleFailed) if failed else nullcontext():
+        read()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
