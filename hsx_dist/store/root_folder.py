@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -34,7 +35,7 @@ class RootFolder:
     Its device and inode are stored when the store is opened, or on the first use if the folder is made later. A mount
     may have other numbers when it is back, as may a folder of FUSE at any time. So a folder with other numbers is
     accepted if it contains a *witness*: an object that was seen in the known folder, unchanged. A store without a
-    witness accepts only a folder on the same device, or on a mount that now hides the known folder.
+    witness refuses only the folder below the mount: one on another device, which a parent of the known folder had.
 
     A folder that was seen is never made again.
     """
@@ -42,6 +43,7 @@ class RootFolder:
     def __init__(self, path: Path):
         self.path = path
         self._identity: tuple[int, int] | None = None
+        self._below: set[int] = set()  # other devices of its parents: of the folder below, if the mount is gone
         #: "first": of a run, usually its description, which stays. "last" and "listed": the last object that was stored
         #: or listed. The oldest objects of a server are deleted first.
         self._witnesses: dict[str, _Witness] = {}
@@ -130,15 +132,10 @@ class RootFolder:
         if known is not None:
             witnesses = list(self._witnesses.values())
             same = any(_has(folder, witness) for witness in witnesses)
-            if not (same if witnesses else known[0] == identity[0] or self._hides(known[0])):
+            if not (same if witnesses else identity[0] not in self._below):
                 raise self._gone("another one")
+        self._below = _devices_above(folder) - {identity[0]}
         self._identity = identity
-
-    def _hides(self, device: int) -> bool:
-        """Whether a parent of the folder is on ``device``. Then a mount hides the known folder."""
-        with suppress(OSError):
-            return any(folder.stat().st_dev == device for folder in Path(os.path.realpath(self.path)).parents)
-        return False
 
     def _gone(self, got: str) -> Unavailable:
         return Unavailable(
@@ -152,3 +149,16 @@ def _has(folder: int, witness: _Witness) -> bool:
         return _Witness.of(witness.name, os.stat(witness.name, dir_fd=folder)) == witness
     except OSError:
         return False
+
+
+def _devices_above(folder: int) -> set[int]:
+    """Return the devices of all parents of the open folder. Its path may name another folder by now."""
+    devices, below = set[int](), None
+    with suppress(OSError):
+        for depth in count(1):
+            found = os.stat("../" * depth, dir_fd=folder)
+            if below is not None and os.path.samestat(found, below):
+                break  # the system's root is its own parent
+            devices.add(found.st_dev)
+            below = found
+    return devices

@@ -290,15 +290,19 @@ def test_a_folder_that_goes_before_its_first_use_is_unavailable(mount: Mount, us
         USES[use](store)
 
 
-def on_another_device(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Report another device for ``folder`` when it is open."""
-    fstat, inode = os.fstat, folder.stat().st_ino
+def on_another_device(monkeypatch: pytest.MonkeyPatch, folder: Path, by: int = 1) -> None:
+    """Report another device for ``folder``."""
+    inode = folder.stat().st_ino
 
-    def found(fd: int) -> os.stat_result:
-        about = fstat(fd)
-        return os.stat_result((*about[:2], about.st_dev + 1, *about[3:10])) if about.st_ino == inode else about
+    def moved(look: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def found(*args: Any, **kwargs: Any) -> os.stat_result:
+            about = look(*args, **kwargs)
+            return os.stat_result((*about[:2], about.st_dev + by, *about[3:10])) if about.st_ino == inode else about
 
-    monkeypatch.setattr(os, "fstat", found)
+        return found
+
+    for name in ("fstat", "stat"):
+        monkeypatch.setattr(os, name, moved(getattr(os, name)))
 
 
 def test_without_objects_the_folder_below_the_mount_is_another_one(
@@ -320,3 +324,16 @@ def test_a_store_that_is_opened_before_the_mount_is_there_uses_the_mount(
         store.get("d/a")
     mount.returns()
     assert [info.name for info in store.list()] == ["d/a"]
+
+
+def test_an_unused_store_uses_a_mount_that_is_back_on_another_device(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_another_device(monkeypatch, mount.root)
+    store = LocalStore(mount.root)
+    mount.goes(leaves=True)
+    on_another_device(monkeypatch, mount.root, 2)
+    with pytest.raises(NotFound):
+        store.get("d/new")
+    store.put("d/new", [b"1"])
+    assert store.get("d/new") == b"1"
