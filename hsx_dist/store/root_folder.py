@@ -34,8 +34,9 @@ class RootFolder:
 
     Its device and inode are stored when the store is opened, or on the first use if the folder is made later. A mount
     may have other numbers when it is back, as may a folder of FUSE at any time. So a folder with other numbers is
-    accepted if it contains a *witness*: an object that was seen in the known folder, unchanged. A store without a
-    witness refuses only the folder below the mount: one on another device, which a parent of the known folder had.
+    accepted if it contains a *witness*: an object that was seen in the known folder, unchanged (``_has``). A store
+    without a witness refuses only the folder below the mount: one on another device, which a parent of the known folder
+    had.
 
     A folder that was seen is never made again.
     """
@@ -131,7 +132,7 @@ class RootFolder:
             return
         if known is not None:
             witnesses = list(self._witnesses.values())
-            same = any(_has(folder, witness) for witness in witnesses)
+            same = any(_has(folder, witness, known[0] == identity[0]) for witness in witnesses)
             if not (same if witnesses else identity[0] not in self._below):
                 raise self._gone("another one")
         self._below = _devices_above(folder) - {identity[0]}
@@ -144,11 +145,17 @@ class RootFolder:
         )
 
 
-def _has(folder: int, witness: _Witness) -> bool:
+def _has(folder: int, witness: _Witness, same_device: bool) -> bool:
+    """Whether the open ``folder`` has the object.
+
+    Some file systems (CIFS, FUSE) set the time of change of a stored file once more when it is closed or renamed. So
+    the time counts only on another device, which may be the one below a mount.
+    """
     try:
-        return _Witness.of(witness.name, os.stat(witness.name, dir_fd=folder)) == witness
+        found = _Witness.of(witness.name, os.stat(witness.name, dir_fd=folder))
     except OSError:
         return False
+    return found.size == witness.size if same_device else found == witness
 
 
 def _devices_above(folder: int) -> set[int]:

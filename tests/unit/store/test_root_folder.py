@@ -77,6 +77,21 @@ class Mount:
             self.returns()
 
 
+def on_another_device(monkeypatch: pytest.MonkeyPatch, folder: Path, by: int = 1) -> None:
+    """Report another device for ``folder``."""
+    inode = folder.stat().st_ino
+
+    def moved(look: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def found(*args: Any, **kwargs: Any) -> os.stat_result:
+            about = look(*args, **kwargs)
+            return os.stat_result((*about[:2], about.st_dev + by, *about[3:10])) if about.st_ino == inode else about
+
+        return found
+
+    for name in ("fstat", "stat"):
+        monkeypatch.setattr(os, name, moved(getattr(os, name)))
+
+
 @pytest.fixture
 def mount(tmp_path: Path) -> Mount:
     return Mount(tmp_path)
@@ -95,8 +110,11 @@ def test_a_folder_that_is_gone_is_unavailable(mount: Mount, seen: str, use: str,
 
 
 @pytest.mark.parametrize("use", USES)
-def test_an_object_of_another_run_does_not_make_its_folder_the_known_one(mount: Mount, use: str) -> None:
+def test_an_object_of_another_run_does_not_make_its_folder_the_known_one(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch, use: str
+) -> None:
     """Each run has a ``run.json``, also a run that was started below the mount point."""
+    on_another_device(monkeypatch, mount.root)
     store = LocalStore(mount.root)
     store.get("d/a")
     seen = (mount.root / "d/a").stat()
@@ -218,6 +236,24 @@ def test_a_mount_that_is_back_with_other_numbers_is_used(mount: Mount, tmp_path:
         store.get("d/none")
 
 
+def test_a_stored_object_is_known_where_a_rename_changes_its_time(
+    mount: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CIFS sets the time when a file is closed. FUSE over an object store renames by a copy."""
+    store = LocalStore(mount.root)
+    link = os.link
+
+    def copy(source: str, name: str, **kwargs: Any) -> None:
+        link(source, name, **kwargs)
+        os.utime(name, ns=(0, 1), dir_fd=kwargs["dst_dir_fd"])
+
+    monkeypatch.setattr(os, "link", copy)
+    store.put("d/b", [b"b"])
+    mount.is_copied(tmp_path / "copy")
+    store.put("d/c", [b"c"])
+    assert [info.name for info in store.list()] == ["d/a", "d/b", "d/c"]
+
+
 @pytest.mark.parametrize("deleted", ["d/a", "d/b"])
 def test_a_deleted_object_is_not_expected_when_the_mount_is_back(mount: Mount, tmp_path: Path, deleted: str) -> None:
     store = LocalStore(mount.root)
@@ -288,21 +324,6 @@ def test_a_folder_that_goes_before_its_first_use_is_unavailable(mount: Mount, us
     store = LocalStore(mount.root)
     with mount.gone(leaves=False), pytest.raises(Unavailable, match="got none"):
         USES[use](store)
-
-
-def on_another_device(monkeypatch: pytest.MonkeyPatch, folder: Path, by: int = 1) -> None:
-    """Report another device for ``folder``."""
-    inode = folder.stat().st_ino
-
-    def moved(look: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
-        def found(*args: Any, **kwargs: Any) -> os.stat_result:
-            about = look(*args, **kwargs)
-            return os.stat_result((*about[:2], about.st_dev + by, *about[3:10])) if about.st_ino == inode else about
-
-        return found
-
-    for name in ("fstat", "stat"):
-        monkeypatch.setattr(os, name, moved(getattr(os, name)))
 
 
 def test_without_objects_the_folder_below_the_mount_is_another_one(
