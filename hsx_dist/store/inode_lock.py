@@ -28,6 +28,14 @@ _PAUSE_S = 0.002
 _BUSY = (errno.EAGAIN, errno.EACCES)
 #: Errors of a system or a file system without such locks.
 NO_LOCKS = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+#: Errors of opening a name that is deleted, a link, a socket, a device or a folder, or another user's or running file,
+#: or a file for which another process, such as a Samba server, has a lease.
+NOT_OPENED = frozenset(
+    {
+        *(errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EACCES, errno.EPERM),
+        *(errno.ETXTBSY, errno.EAGAIN),
+    }
+)
 #: Devices whose locks worked in this process, and devices that had none for ``LONGEST_S``.
 _locking: set[int] = set()
 _lockless: set[int] = set()

@@ -28,14 +28,10 @@ from hsx_dist.store.faults import FULL, TRANSIENT
 from hsx_dist.store.file_io import read_range, write_all
 from hsx_dist.store.folder_listing import UNFINISHED, FolderListing
 from hsx_dist.store.folders import FOLDER, SAFELY, SyncedFolders, is_at, opened
-from hsx_dist.store.inode_lock import NO_LOCKS, lock_exclusively, lock_for_put
+from hsx_dist.store.inode_lock import NO_LOCKS, NOT_OPENED, lock_exclusively, lock_for_put
 from hsx_dist.store.root_folder import RootFolder
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
-#: Errors of opening a name that is deleted, a link, a socket, a device or a folder, or another user's or running file.
-_NOT_OPENED = frozenset(
-    {errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ETXTBSY}
-)
 
 _synced = SyncedFolders()
 
@@ -408,12 +404,12 @@ def _place(folder: int, temporary: str, last: str, what: str) -> None:
         try:
             try:
                 there = os.open(last, os.O_RDWR | SAFELY, dir_fd=folder)
-            except PermissionError:
+            except (PermissionError, BlockingIOError):
                 there = os.open(last, os.O_RDONLY | SAFELY, dir_fd=folder)
         except OSError as e:
             if e.errno == errno.ENOENT and has_links:
                 continue  # just deleted
-            if e.errno not in _NOT_OPENED:
+            if e.errno not in NOT_OPENED:
                 raise
             break
         with _opened(there):

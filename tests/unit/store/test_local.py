@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -233,6 +234,21 @@ def test_a_put_that_cannot_open_the_object_to_lock_it_fails(
     monkeypatch.undo()
     assert store.get("a") == b"old"
     assert _files(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("kind", [fcntl.F_RDLCK, fcntl.F_WRLCK])
+def test_a_put_does_not_wait_for_another_process_that_has_a_lease(tmp_path: Path, kind: int) -> None:
+    """Servers of Samba and NFS have leases. The kernel makes an open wait until the server ends its lease."""
+    store = LocalStore(tmp_path)
+    store.put("a", [b"old"])
+    with (tmp_path / "a").open("rb") as server:
+        fcntl.fcntl(server, fcntl.F_SETSIG, signal.SIGURG)  # by default SIGIO, which ends the process
+        try:
+            fcntl.fcntl(server, fcntl.F_SETLEASE, kind)
+        except OSError as e:
+            pytest.skip(f"the file system has no leases: {e}")
+        store.put("a", [b"new"])
+    assert store.get("a") == b"new"
 
 
 def test_a_put_does_not_wait_for_ever_for_a_delete_that_is_stopped(
