@@ -160,7 +160,7 @@ class ObjectLocks:
         lock.
 
         Raises:
-            OSError: the file cannot be made.
+            OSError: the file cannot be made or locked.
         """
         self._names.setdefault(holder, name)
         while not self._hold(name, holder, last=True):
@@ -297,9 +297,9 @@ class ObjectLocks:
         folder, _, file = lock_name(name).rpartition("/")
         with opened(self._folder, folder, make=True, own_links=True) as place:
             self._made = True
-            fd = _open_file(place, file)
+            fd, made = _open_or_make(place, file)
             try:
-                if _flock(fd, fcntl.LOCK_EX):
+                if _lock(fd, place, file, made=made):
                     return (os.dup(fd), True) if is_at(fd, place, file) else None
                 if _flock(fd, fcntl.LOCK_SH):
                     # Readers hold it. Another server may have replaced it since it was opened, and hold the new file.
@@ -319,6 +319,30 @@ class ObjectLocks:
         with contextlib.suppress(OSError), opened(self._folder, folder) as place:
             if is_at(fd, place, last):
                 os.unlink(last, dir_fd=place)
+
+
+def _open_or_make(place: int, name: str) -> tuple[int, bool]:
+    """Return the open lock file, and whether this call made it."""
+    try:
+        return _open_file(place, name, os.O_EXCL), True
+    except FileExistsError:
+        return _open_file(place, name), False
+
+
+def _lock(fd: int, place: int, name: str, *, made: bool) -> bool:
+    """Lock a lock file. Returns False if another process holds it.
+
+    Removes a file that this process ``made`` and that has no locks: its readers cannot know that no server holds it.
+
+    Raises:
+        OSError: the file has no locks.
+    """
+    try:
+        return _flock(fd, fcntl.LOCK_EX)
+    except OSError as e:
+        if made and is_at(fd, place, name):
+            os.unlink(name, dir_fd=place)
+        raise OSError(e.errno, f"{e.strerror}. If the mount has no locks, set use_synchronization_lock=false") from e
 
 
 def _open_file(place: int, name: str, flags: int = 0) -> int:

@@ -138,6 +138,27 @@ def test_a_lock_that_cannot_be_created_is_logged_and_does_not_block(tmp_path, ca
     locks.release("r", stored=False)
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_no_new_lock_file_stays_on_a_mount_without_locks(tmp_path, monkeypatch, caplog, there):
+    """A reader of a file that cannot be locked does not know whether a server holds it."""
+    if there:  # another server may hold it
+        (tmp_path / "a.lock").touch()
+    locks = ObjectLocks(tmp_path)
+
+    def fails(*_args):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    locks.ask("a", "r")
+    locks.wait()
+    assert (tmp_path / "a.lock").exists() == there
+    assert "no lock file for 'a'" in caplog.text
+    assert "If the mount has no locks, set use_synchronization_lock=false" in caplog.text
+    with pytest.raises(Unavailable) if there else nullcontext(), shared_lock(str(tmp_path), "a"):
+        pass
+    locks.release("r", stored=True)
+
+
 def test_a_lock_is_released_when_the_file_system_raises_an_error(tmp_path, monkeypatch):
     locks = ObjectLocks(tmp_path)
     locks.hold("a", "r")
