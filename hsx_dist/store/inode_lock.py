@@ -27,7 +27,7 @@ LONGEST_S = 10.0
 _PAUSE_S = 0.002
 _BUSY = (errno.EAGAIN, errno.EACCES)
 #: Errors of a system or a file system without such locks.
-NO_LOCKS = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+_NO_LOCKS = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 #: Errors of opening a name that is deleted, a link, a socket, a device or a folder, or another user's or running file,
 #: or a file for which another process, such as a Samba server, has a lease.
 NOT_OPENED = frozenset(
@@ -47,18 +47,26 @@ def lock_exclusively(fd: int) -> bool:
     """Lock the file, open for writing, until ``fd`` is closed. Returns False if another process holds the lock.
 
     Raises:
-        OSError: the system or the file system has no such locks.
+        OSError: the system or the file system has no such locks (``lacks_locks``), or none for now.
     """
     return _lock(fd, fcntl.F_WRLCK)
+
+
+def lacks_locks(fd: int, error: OSError) -> bool:
+    """Whether ``error`` of locking the file means that its device has no locks.
+
+    NFS has the error ``ENOLCK`` for a lock service that restarts, and for none. It counts only if no lock worked
+    before.
+    """
+    return error.errno in _NO_LOCKS or (error.errno == errno.ENOLCK and os.fstat(fd).st_dev not in _locking)
 
 
 def lock_for_put(fd: int, what: str) -> None:
     """Lock the file against other puts and conditional deletes until ``fd`` is closed.
 
     If the file is open for reading, or others hold read locks, the lock excludes only deletes and exclusive locks.
-    Returns without a lock on systems without such locks. These systems have no conditional deletes either. NFS has the
-    error ``ENOLCK`` for a lock service that restarts, and for none. So that error counts as no locks only if the device
-    gave no lock before, and gives none for ``LONGEST_S``.
+    Returns without a lock on systems without such locks. These systems have no conditional deletes either. ``ENOLCK``
+    counts as no locks only if it also lasts for ``LONGEST_S``.
 
     Raises:
         OSError: no lock for now, or the file system's error.
@@ -71,10 +79,10 @@ def lock_for_put(fd: int, what: str) -> None:
         try:
             locked = (writable and _lock(fd, fcntl.F_WRLCK)) or _lock(fd, fcntl.F_RDLCK)
         except OSError as e:
-            if e.errno in NO_LOCKS:
-                return
-            if e.errno != errno.ENOLCK or device in _locking:
+            if not lacks_locks(fd, e):
                 raise
+            if e.errno != errno.ENOLCK:
+                return
             if late or device in _lockless:
                 _lockless.add(device)
                 return

@@ -28,7 +28,7 @@ from hsx_dist.store.faults import FULL, TRANSIENT
 from hsx_dist.store.file_io import read_range, write_all
 from hsx_dist.store.folder_listing import UNFINISHED, FolderListing
 from hsx_dist.store.folders import FOLDER, SAFELY, SyncedFolders, is_at, opened
-from hsx_dist.store.inode_lock import NO_LOCKS, NOT_OPENED, lock_exclusively, lock_for_put
+from hsx_dist.store.inode_lock import NOT_OPENED, lacks_locks, lock_exclusively, lock_for_put
 from hsx_dist.store.root_folder import RootFolder
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
@@ -192,7 +192,7 @@ class LocalStore:
             try:
                 locked = lock_exclusively(file)
             except OSError as e:
-                if e.errno not in (*NO_LOCKS, errno.ENOLCK):
+                if not lacks_locks(file, e):
                     raise
                 raise not_conditional(self.url) from e
             yield locked and is_at(file, folder, last) and _version(os.fstat(file)) == version

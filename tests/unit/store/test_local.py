@@ -179,17 +179,21 @@ def test_a_file_system_without_locks_takes_puts_and_no_conditional_deletes(
     assert store.get("a") == b"3"
 
 
-def test_a_conditional_delete_whose_lock_fails_for_a_moment_can_be_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO])
+def test_a_conditional_call_whose_lock_fails_for_a_moment_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     store = LocalStore(tmp_path)
     store.put("a", [b"1"])
-    version = store.version("a")
     with monkeypatch.context() as broken:
-        _fail_locks(broken, errno.EIO)
+        _fail_locks(broken, number)
+        inode_lock._locking.add(tmp_path.stat().st_dev)
         with pytest.raises(Unavailable):
-            store.delete_version("a", version)
-    assert store.delete_version("a", version)
+            store.put_version("a", [b"2"], store.version("a"))
+        with pytest.raises(Unavailable):
+            store.delete_version("a", store.version("a"))
+    assert store.put_version("a", [b"2"], store.version("a"))
+    assert store.delete_version("a", store.version("a"))
 
 
 def test_a_put_waits_for_a_lock_service_that_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
