@@ -65,7 +65,8 @@ class ObjectLocks:
 
     def __init__(self, folder: str | Path):
         self._folder = Path(folder)
-        self._made = self._folder.exists()  # such a folder is not made again: its mount may be gone
+        # Such a folder is not made again: its mount may be gone.
+        self._made = os.path.isdir(folder)  # noqa: PTH112 - ``Path.is_dir`` raises the errors of a mount
         self._held: dict[str, _Lock] = {}
         #: Holder → name, from the holder's ``ask`` to its release, also while its lock is not held.
         self._names: dict[str, str] = {}

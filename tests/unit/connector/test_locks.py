@@ -561,3 +561,20 @@ def test_locks_do_not_make_a_folder_again_that_was_there(tmp_path):
     locks.hold("a.safetensors", "s")
     assert is_held(root / "a.safetensors.lock")
     locks.release_all()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ENOTCONN, errno.ESTALE])
+def test_a_folder_that_cannot_be_looked_at_does_not_end_the_server(tmp_path, monkeypatch, number):
+    stat = os.stat
+
+    def fails(path, *args, **kwargs):
+        if Path(path) == tmp_path:
+            raise OSError(number, os.strerror(number))
+        return stat(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fails)
+        locks = ObjectLocks(tmp_path)
+    locks.hold("a", "r")
+    assert is_held(tmp_path / "a.lock")
+    locks.release_all()
