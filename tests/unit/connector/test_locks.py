@@ -19,6 +19,7 @@ from hsx_dist.connector import locks as locks_module
 from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.errors import Denied, NotFound, SampleFailed, Unavailable
 from hsx_dist.reading.object_lock import exclusive_lock, shared_lock
+from tests.unit.open_files import open_files
 
 
 def is_held(path) -> bool:
@@ -469,7 +470,7 @@ def test_a_lock_that_cannot_be_looked_at_is_not_free(tmp_path, monkeypatch, numb
     def fails(*_args, **_kwargs):
         raise OSError(number, os.strerror(number))
 
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_files(tmp_path)
     for lock in (shared_lock, exclusive_lock):
         with monkeypatch.context() as patch:
             patch.setattr(*((os, "open") if call == "open" else (fcntl, "flock")), fails)
@@ -477,7 +478,7 @@ def test_a_lock_that_cannot_be_looked_at_is_not_free(tmp_path, monkeypatch, numb
                 pass
         with pytest.raises(NotFound, match="held by a server"), lock(str(tmp_path), "a"):
             pass
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_files(tmp_path) == before
     locks.release_all()
 
 

@@ -18,6 +18,7 @@ from hsx_dist.errors import AlreadyExists, Unavailable
 from hsx_dist.store import RetryPolicy, RetryStore, local
 from hsx_dist.store.folders import SyncedFolders, opened
 from hsx_dist.store.local import LocalStore
+from tests.unit.open_files import open_files
 from tests.unit.store.on_a_failing_disk import NO_LOOP
 
 
@@ -200,10 +201,10 @@ def test_a_folder_that_was_renamed_is_synced_again(tmp_path: Path, monkeypatch: 
 def test_remembered_folders_keep_few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_synced", SyncedFolders(most=3))
     store = LocalStore(tmp_path)
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_files(tmp_path)
     for k in range(20):
         store.put(f"{k}/a", [b"1"])
-    assert len(list(Path("/proc/self/fd").iterdir())) == before + 3
+    assert open_files(tmp_path) == before + 3
     disk = Disk(monkeypatch, -1)
     store.put("0/b", [b"1"])  # the folder is not in the cache any more
     assert "0" in disk.synced(tmp_path)
