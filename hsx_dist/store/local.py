@@ -51,9 +51,8 @@ class LocalStore:
 
     Sockets, FIFOs and devices are no objects.
 
-    The root's mount may be gone for a moment. If the root was there when the store was opened, or later, no call takes
-    another folder at its path for it: calls that find an object missing, or store one, raise ``Unavailable``. See
-    ``RootFolder``.
+    The root's mount may be gone for a moment. A store that has seen its root takes no other folder at that path for it.
+    Calls that find an object missing there, or store one, raise ``Unavailable``. See ``RootFolder``.
     """
 
     def __init__(self, root: str | os.PathLike[str]):

@@ -45,8 +45,9 @@ class RootFolder:
         self.path = path
         self._identity: tuple[int, int] | None = None
         self._below: set[int] = set()  # other devices of its parents: of the folder below, if the mount is gone
-        #: "first": of a run, usually its description, which stays. "last" and "listed": the last object that was stored
-        #: or listed. The oldest objects of a server are deleted first.
+        #: "first": of a run, usually its description, which stays. "last": the last object that was stored, or read in
+        #: a ``ConfinedFolder``. "listed": the last that was listed.
+        #: The oldest objects of a server are deleted first.
         self._witnesses: dict[str, _Witness] = {}
         with suppress(OSError, ValueError), self.opened(search=True):  # raised again by the first use
             pass
