@@ -1,9 +1,11 @@
-"""Options of fsspec's file systems over aiohttp, with which an answer takes no more memory than was asked for.
+"""Options of fsspec's file systems with which an answer takes no more memory than asked, and a copy shows a lost part.
 
 - A ``Content-Encoding`` is not decoded. aiohttp decodes it without a limit: 48 KB can take GiB of memory. Every writer
   of a GCS bucket can set it for an object. s3fs and obstore decode nothing.
 - The answer to a range request ends with an error at the first byte too many (``BoundedResponse``).
 - A transfer may take any time, but each wait for bytes has a limit. aiohttp ends each transfer after five minutes.
+- A cache of whole files gets an object of S3 in one request. s3fs would give a copy its full size before parts arrive,
+  and checks no part. So a copy would have the right size also without a part.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ _SESSION = {
     "gs": "session_kwargs",
     "gcs": "session_kwargs",
 }
+_S3 = frozenset({"s3", "s3a"})
 #: Limits in seconds of a connection attempt, and of a wait for the next bytes of an answer.
 _CONNECT_S, _NEXT_BYTES_S = 30, 60
 
@@ -31,6 +34,8 @@ def bounding_answers(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     first, *others = [link.partition("://")[0] for link in url.split("::")]
     for scheme in _SESSION.keys() & others:
         result[scheme] = _bounding(scheme, result.get(scheme) or {})
+    for scheme in _S3 & set(others):
+        result[scheme] = {**(result.get(scheme) or {}), "max_concurrency": 1}
     if first in _SESSION:  # fsspec also takes the options of the first link from a mapping of its name
         result = _bounding(first, {**(result.pop(first, None) or {}), **result})
     return result

@@ -128,6 +128,9 @@ def test_the_users_options_are_kept() -> None:
         "gs": {"token": "t", "session_kwargs": session}
     }
     assert bounding_answers("s3://b/x", given) == given
+    assert bounding_answers("zip://x::simplecache::s3://b/y", {"s3": {"key": "k"}}) == {
+        "s3": {"key": "k", "max_concurrency": 1}
+    }
 
 
 @pytest.mark.usefixtures("in_process")

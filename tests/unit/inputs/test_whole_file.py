@@ -223,6 +223,20 @@ def test_a_cache_of_whole_files_does_not_hide_another_answer(in_process: None) -
         assert len(list(read_rows(InputConfig(path=f"simplecache::{url}/a.txt")))) == 6000
 
 
+def test_a_cache_of_whole_files_gets_an_object_of_s3_in_one_request(in_process: None) -> None:
+    """s3fs gives the copy its full size first. So a part with another answer would not change the size."""
+
+    def read(url: str) -> list[Any]:
+        options = {**s3_options(url), "default_block_size": _BLOCK, "max_concurrency": 4}
+        return list(read_rows(InputConfig(path="simplecache::s3://b/a.txt", storage_options={"s3": options})))
+
+    with _server(_LINES, lambda s, *_: (200, _PAGE, {}) if s else None, at=0) as url:
+        assert [row.text for row in read(url)] == _LINES.decode().splitlines()
+    for body in (_PAGE, b"", _LINES[:-102], _LINES * 2):
+        with _server(_LINES, lambda *_, body=body: (200, body, {})) as url, pytest.raises(Unavailable):  # type: ignore[misc]
+            read(url)
+
+
 class _File(AbstractBufferedFile):  # type: ignore[misc]
     def __init__(self, cache_type: str) -> None:
         self.answers = [b"page", _LINES[:100]]
