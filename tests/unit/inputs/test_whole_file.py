@@ -238,9 +238,9 @@ def test_a_cache_of_whole_files_gets_an_object_of_s3_in_one_request(in_process: 
 
 
 class _File(AbstractBufferedFile):  # type: ignore[misc]
-    def __init__(self, cache_type: str) -> None:
+    def __init__(self, cache_type: str, block_size: int = _BLOCK) -> None:
         self.answers = [b"page", _LINES[:100]]
-        super().__init__(None, "x", size=100, cache_type=cache_type)
+        super().__init__(None, "x", block_size=block_size, size=100, cache_type=cache_type)
 
     def _fetch_range(self, *_: int) -> bytes:
         return self.answers.pop(0)
@@ -254,6 +254,16 @@ def test_a_chosen_cache_keeps_no_other_answer(kind: str) -> None:
         file.read(100)
     file.seek(0)
     assert file.read(100) == _LINES[:100]
+
+
+def test_a_cache_of_blocks_gets_no_range_behind_the_end() -> None:
+    """fsspec's ``MMapCache`` asks for one. S3 answers with the whole file."""
+    file = _File("mmap", 64)
+    file.answers = [_LINES[:100], _LINES[:100]]
+    check_fetched(file, "x", in_order=True)
+    assert file.read(90) == _LINES[:90]
+    assert file.read(90) == _LINES[90:100]
+    assert len(file.answers) == 1
 
 
 def test_a_file_that_was_fetched_when_it_was_opened_is_checked() -> None:
