@@ -30,8 +30,8 @@ from hsx_dist.inputs.sources import (
     InputSource,
     check_file,
     ending,
+    file_info,
     file_system,
-    innermost,
     unsigned,
     with_config_errors,
 )
@@ -77,8 +77,7 @@ def _find(config: InputConfig, shown: str) -> Input:
     fs.invalidate_cache()  # files may have grown or been added since an earlier call in this process
     try:
         # First without globbing: * and [ may be letters of a name, and ? begins the query of an http URL.
-        # A cache may know a page only by its parent's links, and call it a folder.
-        info = (innermost(fs) if is_web(path) else fs).info(path)
+        info = file_info(fs, path)
     except FileNotFoundError:
         if is_web(path):
             # In an IPv6 address and a query, other characters of globs are usual.

@@ -144,7 +144,7 @@ class Input:
         def size() -> int | None:
             members = _zip_file(self._fs)
             if members is None:
-                info = self._fs.info(path)
+                info = file_info(self._fs, path)
                 if encoding := info.get("contentEncoding"):
                     raise ConfigError(
                         f"input.path: expected an object without a Content-Encoding, got "
@@ -244,6 +244,11 @@ def innermost(fs: Any) -> Any:
             break
         fs = inner
     return fs
+
+
+def file_info(fs: Any, path: str) -> Any:
+    """Return what fsspec says about a file or folder. A cache lists the folder, which a web server may not do."""
+    return (innermost(fs) if is_web(path) else fs).info(path)
 
 
 def _is_compressed(path: str) -> bool:

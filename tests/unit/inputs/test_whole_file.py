@@ -237,6 +237,14 @@ def test_a_cache_of_whole_files_gets_an_object_of_s3_in_one_request(in_process: 
             read(url)
 
 
+@pytest.mark.parametrize("cache", ["blockcache", "filecache", "simplecache"])
+def test_a_cache_reads_a_web_server_without_pages_of_links(in_process: None, tmp_path: Path, cache: str) -> None:
+    options = {cache: {"cache_storage": str(tmp_path)}, "http": {"block_size": _BLOCK}}
+    with _server(_LINES) as url:
+        rows = list(read_rows(InputConfig(path=f"{cache}::{url}/a.txt", storage_options=options)))
+    assert [row.text for row in rows] == _LINES.decode().splitlines()  # type: ignore[union-attr]
+
+
 class _File(AbstractBufferedFile):  # type: ignore[misc]
     def __init__(self, cache_type: str, block_size: int = _BLOCK) -> None:
         self.answers = [b"page", _LINES[:100]]
