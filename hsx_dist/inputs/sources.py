@@ -13,6 +13,7 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED
 
 import fsspec
 from fsspec.compression import compr
+from fsspec.implementations.cached import CachingFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from hsx_dist.config import InputConfig, is_local, public_url
@@ -78,11 +79,17 @@ class Input:
         """Open a file of a source for reading, decompressed according to its name if ``compressed``: a file of lines.
 
         Raises:
-            ConfigError: it cannot be opened. The message has no text of the back end, which may hold credentials.
+            ConfigError: it cannot be opened, or a cache is before a URL of unknown size. The message has no text of
+                the back end, which may hold credentials.
             FormatError: it is a compressed file of 0 bytes.
         """
 
         size, shown = self.stored_bytes(path), public_url(path)
+        if size is None and isinstance(self._fs, CachingFileSystem):  # a page would be stored as the file
+            raise ConfigError(
+                f"input.path: expected a server that states the size of {shown}, got none behind the link of a cache. "
+                "Remove the link such as simplecache:: before the URL"
+            )
 
         def opened() -> IO[bytes]:
             check_file(self._fs, path)

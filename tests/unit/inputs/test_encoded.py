@@ -161,3 +161,12 @@ def test_a_table_of_unknown_size_names_what_the_server_lacks(server: _Server) ->
         ConfigError, match=r"expected the parts of http.*x\.parquet.*, got a stream.* that sends Content-Length"
     ):
         list(read_rows(InputConfig(path=f"{server.url}/x.parquet")))
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("cache", ["simplecache", "filecache", "blockcache"])
+def test_a_cache_before_a_file_of_unknown_size_is_refused(server: _Server, cache: str) -> None:
+    """The copy of a page, or of an empty answer, would look like the file."""
+    server.objects["x.jsonl"] = PLAIN, ""
+    with pytest.raises(ConfigError, match=r"expected a server that states the size of http.*Remove the link such as"):
+        list(read_rows(InputConfig(path=f"{cache}::{server.url}/x.jsonl")))
