@@ -11,7 +11,7 @@ from typing import Any
 
 from hsx_dist.config import public_url
 from hsx_dist.errors import ConfigError, StoreError
-from hsx_dist.inputs.sources import innermost
+from hsx_dist.inputs.sources import VERSION, innermost
 from hsx_dist.store.base import ObjectInfo, stated_size
 from hsx_dist.store.pages import Pages, listed, name_below, pages_of_gcs, put_in_order
 
@@ -34,12 +34,17 @@ class BucketFolders:
 
     def __init__(self, fs: Any) -> None:
         self._fs, self._bucket = fs, innermost(fs)
-        self._entries = self._of_s3 if "s3" in _schemes(fs) else self._of_gcs
+        self._is_s3 = "s3" in _schemes(fs)
+        self._entries = self._of_s3 if self._is_s3 else self._of_gcs
         self._pages = Pages()
         self._found: dict[str, list[dict[str, Any]]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fs, name)
+
+    def with_scheme(self, path: str) -> str:
+        """Return the path of an object. With a version it begins with ``s3://``: elsewhere a name may end like one."""
+        return f"s3://{path}" if self._is_s3 and VERSION in path else path
 
     def ls(self, folder: str, **_: Any) -> list[dict[str, Any]]:
         """Return the objects and folders in a folder, as fsspec describes them.

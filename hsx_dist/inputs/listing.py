@@ -106,6 +106,7 @@ def _find(config: InputConfig, shown: str) -> Input:
             )
         else:
             _refuse_split(config)
+            path = fs.with_scheme(path) if isinstance(fs, BucketFolders) else path
             sources = [InputSource(stem(path), (path,), _format(path, config.format) or "jsonl")]
     if not sources:
         raise ConfigError(

@@ -30,8 +30,8 @@ Format = Literal["jsonl", "text", "parquet", "arrow"]
 _T = TypeVar("_T")
 #: Bytes of a file of lines that are read at once.
 _BUFFER = 1 << 18
-#: The version of an object of S3 behind its name.
-_VERSION = re.compile(r"\?versionId=[^/?]*$")
+#: Separates the name of an object of S3 from its version.
+VERSION = "?versionId="
 COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz|lzma)$", re.IGNORECASE)
 LINES = ("jsonl", "text")
 ARCHIVES = frozenset({".zip", ".tar", ".7z", ".rar", ".lz4", ".sz", ".snappy", ".br", ".lz", ".z"}) | {
@@ -266,9 +266,11 @@ def unsigned(path: str) -> str:
     """Return a path without a query: the links of a web page may be signed, and keys must not have a signature.
 
     A path without a scheme keeps what looks like an address (``a:b@c.jsonl``): two such files must not have the same
-    name. It loses the version of an object of S3.
+    name. A URL of S3 loses only the version of its object.
     """
-    return public_url(path) if "://" in path else _VERSION.sub("", path)
+    if path.startswith("s3://"):
+        return path.partition(VERSION)[0]
+    return public_url(path) if "://" in path else path
 
 
 def ending(path: str) -> str:

@@ -278,9 +278,18 @@ def test_a_member_whose_path_has_a_step_that_is_no_name_is_refused(tmp_path: Pat
 
 
 def test_the_version_of_an_object_is_no_part_of_its_ending_or_key() -> None:
-    assert sources.ending("b/rows.jsonl.gz?versionId=v1") == ".gz"
-    assert listing.stem("b/rows.jsonl.gz?versionId=v1") == "rows"
+    assert sources.ending("s3://b/rows.jsonl.gz?versionId=v1") == ".gz"
+    assert listing.stem("s3://b/10:30@rows.jsonl.gz?versionId=v1") == "10:30@rows"
     assert sources.ending("https://h/rows.jsonl.gz?versionId=v1") == ".gz"
+
+
+def test_a_name_that_looks_like_a_version_keeps_its_ending(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", "a")
+    lines(tmp_path / "b?versionId=2.jsonl", "b")
+    assert [row.text for row in read(str(tmp_path))] == ["a", "b"]
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as file:
+        file.writestr("c?versionId=2.txt.gz", gzip.compress(b"c"))
+    assert [row.text for row in read(f"zip://*::{tmp_path}/in.zip")] == ["c"]
 
 
 @pytest.mark.parametrize("pattern", ["**/*.jsonl", "*", ""])

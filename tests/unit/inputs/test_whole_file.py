@@ -245,6 +245,17 @@ def test_a_cache_reads_a_web_server_without_pages_of_links(in_process: None, tmp
     assert [row.text for row in rows] == _LINES.decode().splitlines()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("cache", ["", "simplecache::"])
+def test_a_version_of_an_object_is_read_by_the_ending_of_its_name(in_process: None, cache: str) -> None:
+    with _server(gzip.compress(_LINES)) as url:
+        options: dict[str, Any] = {**s3_options(url), "version_aware": True}
+        options = {"s3": options} if cache else options
+        path = f"{cache}s3://b/a.txt.gz?versionId=v1"
+        rows = list(read_rows(InputConfig(path=path, storage_options=options)))
+    assert [row.text for row in rows] == _LINES.decode().splitlines()  # type: ignore[union-attr]
+    assert rows[7].key == "a:00000007"
+
+
 class _File(AbstractBufferedFile):  # type: ignore[misc]
     def __init__(self, cache_type: str, block_size: int = _BLOCK) -> None:
         self.answers = [b"page", _LINES[:100]]
