@@ -174,16 +174,23 @@ def pages_of_gcs(ask: Callable[..., Any], prefix: str, where: str) -> Iterator[M
 
     Raises:
         Unavailable: an answer is no listing, such as the page of a gateway.
+        StoreError: a page names its own token as the next one. The listing would not end.
     """
-    token: dict[str, Any] = {}
+    token = None
     while True:
-        page = ask(prefix=prefix, **token)
+        page = ask(prefix=prefix, **({"pageToken": token} if token else {}))
         if not isinstance(page, Mapping) or page.get("kind") != "storage#objects":
             raise Unavailable(f"{where}: expected a listing (storage#objects), got another answer. Check the service")
         yield page
-        if not page.get("nextPageToken"):
+        following = page.get("nextPageToken")
+        if not following:
             return
-        token = {"pageToken": page["nextPageToken"]}
+        if following == token:
+            raise StoreError(
+                f"{where}: expected a page that is not the last one to have a new nextPageToken (objects.list), got "
+                "the token of this page: objects would be missing. Use another store"
+            )
+        token = following
 
 
 def objects_of_gcs(ask: Callable[..., Any], prefix: str, where: str) -> Iterator[ObjectInfo]:
@@ -191,7 +198,7 @@ def objects_of_gcs(ask: Callable[..., Any], prefix: str, where: str) -> Iterator
 
     Raises:
         Unavailable: as ``pages_of_gcs``.
-        StoreError: an entry lacks the size.
+        StoreError: as ``pages_of_gcs``, or an entry lacks the size.
     """
     for page in pages_of_gcs(ask, prefix, where):
         for item in page.get("items", ()):

@@ -11,11 +11,12 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from hsx_dist.errors import NotFound, Unavailable
+from hsx_dist.errors import NotFound, StoreError, Unavailable
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.store.opening import Backend
+from hsx_dist.store.pages import pages_of_gcs
 from tests.harness.http_server import Answers, entry, listing, s3_options, served
 
 PAGE = b"<html><body>maintenance</body></html>"
@@ -148,3 +149,12 @@ def test_an_empty_listing_of_gcs_by_obstore_is_confirmed(tmp_path: Path) -> None
     other.put("a", [b"1"])
     with pytest.raises(Unavailable, match="got one without names that follow"):
         names(store)
+
+
+def test_pages_of_gcs_that_repeat_a_token_end() -> None:
+    """Without objects, no name comes again."""
+    page = {"kind": "storage#objects", "nextPageToken": "t"}
+    found = pages_of_gcs(lambda **_: page, "r/", "x")
+    assert [next(found), next(found)] == [page, page]
+    with pytest.raises(StoreError, match=r"x: expected .* to have a new nextPageToken .*, got the token of this page"):
+        next(found)
