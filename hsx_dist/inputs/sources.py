@@ -96,20 +96,10 @@ class Input:
             file: Any = self._fs.open(path, "rb")
             if _zip_file(self._fs) is None:
                 file = self._checked(file, shown, size, in_order=compressed)
-            if not compressed:
-                return file  # type: ignore[no-any-return]
-            if ending(path) == ".gz":
-                file = compr["gzip"](file, mode="rb")
-            elif (own := DECOMPRESSORS.get(ending(path))) is not None:
-                file = DecompressedFile(file, own)
-            # Other files' readline takes no length or is slow. A line may be larger than the memory.
-            return io.BufferedReader(file, _BUFFER)
+            return file  # type: ignore[no-any-return]
 
         found = with_config_errors(opened, self.shown)
-        if compressed and ending(path) == ".gz" and size == 0:  # gzip reads it as a file without rows
-            found.close()
-            raise FormatError(f"expected {shown} to be whole, got an empty file. Write or copy it again")
-        return found
+        return _decompressed(found, ending(path), shown) if compressed else found
 
     def _checked(self, file: Any, shown: str, size: int | None, *, in_order: bool) -> Any:
         """Return ``file``, or a file over it, that raises ``Unavailable`` for other bytes than those asked for.
@@ -256,6 +246,25 @@ def innermost(fs: Any) -> Any:
 def file_info(fs: Any, path: str) -> Any:
     """Return what fsspec says about a file or folder. A cache lists the folder, which a web server may not do."""
     return (innermost(fs) if is_web(path) else fs).info(path)
+
+
+def _decompressed(file: IO[bytes], ending: str, shown: str) -> IO[bytes]:
+    """Return a file of lines, decompressed according to the ending of its name.
+
+    Raises:
+        FormatError: it is a .gz file of 0 bytes, which gzip reads as a file without rows.
+    """
+    found: Any = file
+    if ending == ".gz":
+        found = io.BufferedReader(found, _BUFFER)
+        if not found.peek(1):
+            found.close()
+            raise FormatError(f"expected {shown} to be whole, got an empty file. Write or copy it again")
+        found = compr["gzip"](found, mode="rb")
+    elif (own := DECOMPRESSORS.get(ending)) is not None:
+        found = DecompressedFile(found, own)
+    # Other files' readline takes no length or is slow. A line may be larger than the memory.
+    return io.BufferedReader(found, _BUFFER)
 
 
 def _is_compressed(path: str) -> bool:

@@ -170,3 +170,13 @@ def test_a_cache_before_a_file_of_unknown_size_is_refused(server: _Server, cache
     server.objects["x.jsonl"] = PLAIN, ""
     with pytest.raises(ConfigError, match=r"expected a server that states the size of http.*Remove the link such as"):
         list(read_rows(InputConfig(path=f"{cache}::{server.url}/x.jsonl")))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_an_empty_gzip_file_of_unknown_size_is_not_whole(server: _Server) -> None:
+    """gzip reads it as a file without rows."""
+    server.objects["x.jsonl.gz"] = b"", ""
+    with pytest.raises(FormatError, match=r"x\.jsonl\.gz to be whole, got an empty file"):
+        list(read_rows(InputConfig(path=f"{server.url}/x.jsonl.gz")))
+    server.objects["x.jsonl.gz"] = gzip.compress(b""), ""
+    assert list(read_rows(InputConfig(path=f"{server.url}/x.jsonl.gz"))) == []
