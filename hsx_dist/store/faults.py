@@ -95,8 +95,11 @@ _S3_OPERATIONS = frozenset(
         "UploadPart",
     }
 )
-#: Classes of libraries for a 404 of the store itself. aiohttp has a subclass for a proxy's.
-_NOT_FOUND = frozenset({"ClientResponseError", "NotFound", "NotFoundError", "ResourceNotFoundError"})
+#: Classes of libraries for a 404 of the store itself. aiohttp has a subclass for a proxy's. obstore has an own class
+#: for that of a conditional put.
+_NOT_FOUND = frozenset(
+    {"ClientResponseError", "NotFound", "NotFoundError", "PreconditionError", "ResourceNotFoundError"}
+)
 #: Verbs that only read: for them no conflict lasts.
 _READS = ("get", "head", "list")
 #: Schemes whose objects are no files: an error with the system's number is about another file.
@@ -105,6 +108,10 @@ _REGION_CODES = frozenset({"301", "307", "AuthorizationHeaderMalformed", "Perman
 # obstore's errors have status, code and cause in their text only, followed by Rust's debug output.
 _IN_TEXT = re.compile(r"(?:status code: |HTTP status )(?P<status>[1-5]\d\d)")
 _CODE_IN_TEXT = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)|An error occurred \((\w+)\) when calling")
+#: The body of a 404. A HEAD's has none.
+_MISSING_IN_TEXT = re.compile(r"status code: 404 Not Found: (?P<body>.*)", re.DOTALL)
+#: What GCS's errors in JSON have. Other services' pages may be JSON too.
+_MISSING_IN_JSON = re.compile(r'\{\s*"error":\s*\{.*"code":\s*404\b', re.DOTALL)
 _ERRNO_IN_TEXT = re.compile(r"\(os error (\d+)\)")
 _INVALID_RANGE = "Requested range was invalid"
 _RUST = "\n\nDebug source:"
@@ -210,6 +217,8 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     if number == errno.ENOTDIR and where.startswith("put"):
         return StoreError(f"{where}: {detail}. An object and a folder cannot share a name. Choose another output")
     # A 404 alone proves nothing: a proxy's answer, and that of a service for credentials, have it too.
+    if status == 404 and re.search("[A-Za-z]", code) is None and any(map(_of_a_page, chain)):
+        return Unavailable(f"{where}: expected the store's answer, got another: {detail}. {_ENDPOINT_HINT}")
     missing = isinstance(error, FileNotFoundError) or number in (errno.EISDIR, errno.ENOTDIR)
     if missing or (status == 404 and any(map(_of_the_store, chain))):
         return NotFound(f"{where}: there is no such object")
@@ -294,6 +303,19 @@ def _of_the_store(error: BaseException) -> bool:
     return (
         _of_aws(error) or type(error).__name__ in _NOT_FOUND or (_of_obstore(error) and _LIST_REQUEST in text_of(error))
     )
+
+
+def _of_a_page(error: BaseException) -> bool:
+    """Whether a 404 without a store's code has a body, as the page of an ingress. Some stores send no body.
+
+    gcsfs and web servers' libraries show none.
+    """
+    if _of_aws(error):
+        headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})  # type: ignore[attr-defined]
+        of_head = str(getattr(error, "operation_name", "")).startswith("Head")
+        return not of_head and headers.get("content-length") != "0"
+    found = _MISSING_IN_TEXT.search(text_of(error).partition(_RUST)[0]) if _of_obstore(error) else None
+    return found is not None and found["body"].strip() != "" and _MISSING_IN_JSON.match(found["body"]) is None
 
 
 def _of_another_file(error: BaseException, where: str) -> bool:

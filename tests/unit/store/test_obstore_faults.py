@@ -65,6 +65,22 @@ def test_azures_log_in_service_does_not_say_that_an_object_is_missing() -> None:
     assert type(translate(lost, "list az://bkt/o", "bkt", Redactor({}, {}))) is Unavailable
 
 
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ('{\n  "error": {\n    "code": 404,\n    "message": "No such object: b/o"\n  }\n}', NotFound),
+        ("<?xml version='1.0'?><Error><Code>BlobNotFound</Code></Error>", NotFound),
+        ('{"message": "no Route matched", "code": 404}', Unavailable),
+        ("404 page not found\n", Unavailable),
+        ("<html><p>The code is in <Code>404</Code></html>", Unavailable),
+    ],
+)
+def test_the_body_of_a_404_distinguishes_the_store_from_a_gateway(body: str, kind: type[StoreError]) -> None:
+    said = f"Error performing GET http://h/b/o in 1ms - Server returned non-2xx status code: 404 Not Found: {body}"
+    for error in (FileNotFoundError(said + _RUST), GenericError(f"Error performing list request: {said}{_RUST}")):
+        assert type(translate(error, "list gs://bkt/o", "bkt", Redactor({}, {}))) is kind
+
+
 def test_what_can_be_mended() -> None:
     assert expired(GenericError(_said("400 Bad Request", "ExpiredToken")))
     assert not expired(GenericError(_said("400 Bad Request", "InvalidToken")))

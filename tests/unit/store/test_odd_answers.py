@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hsx_dist.errors import StoreError, Unavailable
+from hsx_dist.errors import NotFound, StoreError, Unavailable
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.base import Conditional, stated_size
 from hsx_dist.store.opening import Backend
@@ -108,6 +108,48 @@ def test_a_range_that_a_gateway_answers_with_a_page_is_asked_for_again(
     with served(PagedOnce) as url:
         assert call(open_store("s3://b/r", s3_options(url), backend="obstore", retry_seconds=5)) == b"abc"
     assert not pages
+
+
+_MISSING = b'<?xml version="1.0"?>\n<Error><Code>NoSuchKey</Code><Message>no</Message></Error>'
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (b"<html><hr><center>nginx</center></html>", Unavailable),
+        (b"default backend - 404", Unavailable),
+        (_MISSING, NotFound),
+        (b"", NotFound),
+    ],
+)
+def test_only_a_404_of_the_store_says_that_there_is_no_object(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend, body: bytes, kind: type[StoreError]
+) -> None:
+    """An ingress without rules answers 404 too."""
+    calls: list[Callable[[Any], Any]] = [
+        lambda store: store.get("a"),
+        lambda store: store.get_ranges("a", [(0, 3), (1 << 20, 2 << 20)]),
+        lambda store: store.put("a", [b"x"]),
+        lambda store: list(store.list()),
+    ]
+    without: list[Callable[[Any], Any]] = [
+        lambda store: store.delete("a"),
+        lambda store: store.delete_version("a", "1"),
+        lambda store: store.put_version("a", [b"x"], "1"),
+    ]
+    monkeypatch.setattr(Unproven, "status", 404)
+    monkeypatch.setattr(Unproven, "body", body)
+    with served(Unproven) as url:
+        store = open_store("s3://b/r", s3_options(url), backend=backend, retry_seconds=0)
+        for call in calls:
+            with pytest.raises(kind):
+                call(store)
+        for call in without:
+            with nullcontext() if kind is NotFound else pytest.raises(kind):
+                assert not call(store)
+        with pytest.raises(NotFound):  # the answer to a HEAD has no body
+            store.head("a")
 
 
 @pytest.mark.parametrize("backend", ["obstore", "fsspec"])
