@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 from urllib.parse import urlsplit
 
 from fsspec.asyn import sync
 
 from hsx_dist.errors import ConfigError, Unavailable
+from hsx_dist.store.partial_answers import PAGES, part_of
 
 #: A file of at most so many bytes is fetched whole from a server that answers no ranges, such as Python's.
 MOST_WHOLE = 5 << 20
-_CONTENT_RANGE = re.compile(r"bytes ([0-9]+)-([0-9]+)/([0-9]+|\*)")
-
-#: Types of pages and of lists of files. Web servers and object stores send them for a folder.
-_PAGES = ("text/html", "application/xhtml+xml", "text/xml", "application/xml")
 
 
 def is_web(path: str) -> bool:
@@ -53,14 +49,16 @@ class WebRanges:
         url, options = file.fs.encode_url(file.url), {**file.kwargs, "headers": headers}
         async with file.session.get(url, **options) as answer:
             answer.raise_for_status()
-            named = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
-            if answer.status == 206 and named is not None:
-                first, last = int(named[1]), int(named[2])
-                if first == start and first <= last < end and named[3] in ("*", str(size)):
-                    self._has_ranges = True
-                    body: bytes = await answer.read()
-                    if len(body) == last - first + 1:
-                        return body
+            part = part_of(answer.status, answer.headers.get("Content-Range"), start, end)
+            if part is not None and part.size in (None, size):
+                self._has_ranges = True
+                body = bytearray()  # not by ``read``, which refuses a part of the range
+                async for piece in answer.content.iter_any():
+                    body += piece
+                    if len(body) > part.nbytes:
+                        break
+                if len(body) == part.nbytes:
+                    return bytes(body)
             elif answer.status == 200 and answer.content_length in (None, size):
                 if size <= MOST_WHOLE:
                     whole: bytes = await answer.content.readexactly(size)
@@ -81,7 +79,7 @@ def check_stream(file: Any, shown: str, size: int | None) -> None:
     """Raise ``Unavailable`` unless the answer that fsspec's ``file`` of a web server reads is the file."""
     answer = file.r
     right_size = size is None or answer.content_length in (None, size)
-    if answer.status == 200 and answer.content_type not in _PAGES and right_size:
+    if answer.status == 200 and answer.content_type not in PAGES and right_size:
         return
     raise Unavailable(
         f"expected {shown}, got another answer of its server (status {answer.status}, type {answer.content_type}). Try "
@@ -103,7 +101,7 @@ def check_web_file(info: dict[str, Any], shown: str) -> None:
     fsspec calls everything on a web server a file. ``info``: of the last answer, after redirects.
     """
     kind, url = str(info.get("mimetype")).strip().lower(), urlsplit(str(info.get("url") or info["name"]))
-    if kind in _PAGES:
+    if kind in PAGES:
         raise no_web_file(shown, f"a page of type {kind}")
     if not url.query and (not url.path or url.path.endswith("/")):
         raise no_web_file(shown, "a folder")

@@ -128,6 +128,7 @@ _LOOK_UPS = ("performing token request", " credential provider: ")
 _OTHER_ANSWER = re.compile(
     r"Got invalid list response: (?!missing field|.*expected u64)|Got invalid (multipart|put) response"
     "|Unable to extract metadata from headers|Received non-partial response|Content-Range header not present"
+    r"|Requested [0-9]+\.\.[0-9]+, got "
 )
 #: What such an answer lacks, as s3fs and gcsfs report it for an upload in pieces.
 _LACKING = (("ETag",), ("Location",), ("UploadId",))

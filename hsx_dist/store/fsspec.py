@@ -116,10 +116,8 @@ class FsspecStore:
             found = self._call("get", name, lambda: self._fs.cat_file(path, start=0, end=most, **limit), past_end=b"")
             require_at_most(f"{self.url}/{name}", most, len(found))
             return bytes(found)
-        # Without this, s3fs first requests the size to split the download.
-        whole = {"max_concurrency": 1} if self._s3 else {}
         longest = self._limit(patience=10 * self._patience)  # the size is unknown
-        return bytes(self._call("get", name, lambda: self._fs.cat_file(path, **whole, **longest)))
+        return bytes(self._call("get", name, lambda: self._fs.cat_file(path, **longest)))
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         path = self._path(name)
@@ -229,6 +227,8 @@ class FsspecStore:
     def _connect(self) -> tuple[Any, str]:
         try:
             cls = fsspec.get_filesystem_class(self._scheme)
+            if self._scheme in ("s3", "s3a"):
+                from hsx_dist.store.s3_reads import CheckedS3 as cls  # noqa: N813 - part of an extra
         except ImportError as e:
             extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(self._scheme)
             what = install_extra(extra) if extra else "Install the package that fsspec names"

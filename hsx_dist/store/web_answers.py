@@ -2,7 +2,8 @@
 
 - A ``Content-Encoding`` is not decoded. aiohttp decodes it without a limit: 48 KB can take GiB of memory. Every writer
   of a GCS bucket can set it for an object. s3fs and obstore decode nothing.
-- The answer to a range request ends with an error at the first byte too many (``BoundedResponse``).
+- The answer to a range request ends with an error at the first byte too many, and if it is another service's page
+  (``BoundedResponse``).
 - A transfer may take any time, but each wait for bytes has a limit. aiohttp ends each transfer after five minutes.
 - A cache of whole files gets an object of S3 in one request. s3fs would give a copy its full size before parts arrive,
   and checks no part. So a copy would have the right size also without a part.
@@ -44,13 +45,13 @@ def bounding_answers(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def _bounding(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
     from aiohttp import ClientTimeout  # part of an extra
 
-    from hsx_dist.store.bounded_response import BoundedResponse
+    from hsx_dist.store.bounded_response import BoundedResponse, PartialResponse
 
     session = options.get(_SESSION[scheme]) or {}
     own = {
         "headers": {"Accept-Encoding": "identity", **(session.get("headers") or {})},
         "auto_decompress": False,
-        "response_class": BoundedResponse,
+        "response_class": PartialResponse if scheme in ("gs", "gcs") else BoundedResponse,
     }
     timeout = ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_NEXT_BYTES_S)
     return {**options, _SESSION[scheme]: {"timeout": timeout, **session, **own}}

@@ -24,7 +24,7 @@ from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs import allowance
 from hsx_dist.inputs.rows import read_rows
-from hsx_dist.store.bounded_response import BoundedResponse
+from hsx_dist.store.bounded_response import BoundedResponse, PartialResponse
 from hsx_dist.store.opening import open_store
 from hsx_dist.store.web_answers import bounding_answers
 from tests.harness.http_server import Answers
@@ -127,7 +127,7 @@ def test_the_users_options_are_kept() -> None:
     }
     assert bounding_answers("http://h/x", given) == {"a": 1, "b": 2, "client_kwargs": merged}
     assert bounding_answers("zip://x::gs://b/y", {"gs": {"token": "t"}}) == {
-        "gs": {"token": "t", "session_kwargs": session}
+        "gs": {"token": "t", "session_kwargs": {**session, "response_class": PartialResponse}}
     }
     assert bounding_answers("s3://b/x", given) == given
     assert bounding_answers("zip://x::simplecache::s3://b/y", {"s3": {"key": "k"}}) == {

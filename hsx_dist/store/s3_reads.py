@@ -1,0 +1,39 @@
+"""s3fs with checked answers to reads. s3fs itself takes each answer with the status 200 for the asked bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from s3fs import S3FileSystem  # part of an extra
+
+from hsx_dist.errors import Unavailable
+from hsx_dist.store.partial_answers import part_of, require_part
+
+
+class CheckedS3(S3FileSystem):  # type: ignore[misc]
+    """s3fs's file system, whose reads raise ``Unavailable`` for an answer that is none of the store's."""
+
+    async def _cat_file(
+        self, path: str, version_id: str | None = None, start: int | None = None, end: int | None = None, **_: Any
+    ) -> bytes:
+        """Return the object, or its bytes ``[start, end)``, in one request."""
+        bucket, key, version = self.split_path(path)
+        how = {"VersionId": version_id or version} if version_id or version else {}
+        if start is not None and end is not None:
+            how["Range"] = f"bytes={start}-{end - 1}"
+        answer = await self._call_s3("get_object", Bucket=bucket, Key=key, **how)
+        try:
+            if start is not None and end is not None:
+                part = part_of(answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentRange"), start, end)
+                body: bytes = b"" if part is None else await answer["Body"].read()
+                require_part(f"s3://{path}", part, start, end, len(body))
+                return body
+            if answer.get("ETag"):
+                whole: bytes = await answer["Body"].read()
+                return whole
+        finally:
+            answer["Body"].close()
+        raise Unavailable(
+            f"get s3://{path}: expected an answer with an ETag, got another. Check that the endpoint is the store, and "
+            "no proxy"
+        )
