@@ -69,8 +69,10 @@ _NO_CREDENTIALS = frozenset(
     }
 )
 #: Errors of a disk or a mount that may end. The client or the server of a shared file system may just be restarted.
+#: Another thread or process may give back descriptors and memory.
 TRANSIENT = frozenset(
     {
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
         *(errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ENOLCK, errno.EREMOTEIO, errno.ESTALE),
         *(errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE, errno.ESHUTDOWN),
         *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ETIMEDOUT),

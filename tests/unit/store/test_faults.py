@@ -69,6 +69,9 @@ def _caused(outer: Exception, cause: Exception) -> Exception:
         (ConnectionResetError(errno.ECONNRESET, "reset"), Unavailable, "Check the endpoint's address"),
         (_caused(OSError(errno.EREMCHG, "x"), ClientError("PermanentRedirect", 301)), StoreError, "another region"),
         (_caused(OSError(errno.EINVAL, "x"), ClientError("InvalidArgument", 400)), StoreError, "InvalidArgument"),
+        (OSError(errno.EMFILE, "Too many open files"), Unavailable, "Too many open files"),
+        (OSError(errno.ENFILE, "Too many open files in system"), Unavailable, "Too many open files"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), Unavailable, "Cannot allocate memory"),
         (OSError(errno.ENOSPC, "full"), StoreError, "Free some space"),
         (KeyError("UploadId"), Unavailable, "got another"),  # of s3fs, for a gateway's page
         (KeyError("Key"), StoreError, "KeyError"),
