@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -181,6 +181,63 @@ def test_an_answer_that_states_no_object_is_a_failed_upload(
     with served(Unproven) as url, pytest.raises(StoreError, match=r"put.* s3://b/r/a: ") as told:
         call(open_store("s3://b/r", s3_options(url) | once, backend=backend, retry_seconds=0))
     assert told.value.retryable or (backend == "fsspec" and b"InvalidArgument" in body)
+
+
+class Stored(Answers):
+    """Stores one object. Answers the first request of ``paged`` with a page of a static file."""
+
+    paged = ""
+    pages = 0
+    stored = b""
+    parts: ClassVar[list[bytes]] = []
+
+    def do_PUT(self) -> None:
+        body = self.received()
+        if not self._page():
+            if "partNumber=" in self.path:
+                self.parts.append(body)
+            else:
+                Stored.stored = body
+            self.answer(200, ETag='"e"')
+
+    def do_POST(self) -> None:
+        self.received()
+        if self.path.endswith("?uploads"):
+            self.parts.clear()
+            self.answer(200, Unproven.begun)
+        elif not self._page():
+            Stored.stored = b"".join(self.parts)
+            self.answer(200, b"<CompleteMultipartUploadResult><ETag>e</ETag></CompleteMultipartUploadResult>")
+
+    def do_DELETE(self) -> None:
+        self.answer(204)
+
+    def do_HEAD(self) -> None:
+        self.answer_object(200, self.stored)
+
+    def _page(self) -> bool:
+        if not self.pages or self.command != self.paged:
+            return False
+        Stored.pages -= 1
+        date = "Tue, 05 Mar 2024 10:00:00 GMT"
+        self.answer(200, b"<html>Down</html>", Content_Type="text/html", Last_Modified=date, ETag='"65e6f0a0-2a"')
+        return True
+
+
+@pytest.mark.parametrize(("paged", "size"), [("PUT", 8), ("PUT", 2048), ("POST", 2048)])
+def test_a_page_in_place_of_an_uploads_answer_leaves_no_old_object(
+    monkeypatch: pytest.MonkeyPatch, paged: str, size: int
+) -> None:
+    """The old object has the size of the new one. The page of a static file has an ETag."""
+    monkeypatch.setattr("hsx_dist.store.fsspec._PIECE", 1024)
+    for name, value in (("paged", paged), ("pages", 1), ("stored", b"A" * size)):
+        monkeypatch.setattr(Stored, name, value)
+    options = {"max_concurrency": 1, "config_kwargs": {"request_checksum_calculation": "when_required"}}
+    with served(Stored) as url:
+        store = open_store("s3://b/r", s3_options(url) | options, backend="fsspec", retry_seconds=5)
+        store.put("a", [b"B" * size])
+    assert Stored.stored == b"B" * size
+    assert not Stored.pages
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,33 @@
-"""s3fs with checked answers to reads. s3fs itself takes each answer with the status 200 for the asked bytes."""
+"""s3fs with checked answers to reads and uploads. s3fs itself takes each answer with the status 200 for the store's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from fsspec.asyn import sync_wrapper
 from s3fs import S3FileSystem  # part of an extra
 
 from hsx_dist.errors import Unavailable
 from hsx_dist.store.partial_answers import part_of, require_part
 
+#: What stores an object or a piece of one. The answer states an ETag.
+_UPLOADS = frozenset({"complete_multipart_upload", "put_object", "upload_part"})
+
 
 class CheckedS3(S3FileSystem):  # type: ignore[misc]
-    """s3fs's file system, whose reads raise ``Unavailable`` for an answer that is none of the store's."""
+    """s3fs's file system. Reads and uploads raise ``Unavailable`` for an answer that is none of the store's."""
+
+    async def _call_s3(self, method: str, *more: Any, **kwargs: Any) -> Any:
+        answer = await super()._call_s3(method, *more, **kwargs)
+        if method in _UPLOADS and (not answer.get("ETag") or _of_a_file(answer)):
+            raise Unavailable(
+                f"put s3://{kwargs['Bucket']}/{kwargs['Key']}: expected an answer with the stored object's ETag, got "
+                "another answer: the object may not be stored. Check that the endpoint is the store, and no proxy"
+            )
+        return answer
+
+    call_s3 = sync_wrapper(_call_s3)
 
     async def _cat_file(
         self, path: str, version_id: str | None = None, start: int | None = None, end: int | None = None, **_: Any
@@ -37,3 +53,9 @@ class CheckedS3(S3FileSystem):  # type: ignore[misc]
             f"get s3://{path}: expected an answer with an ETag, got another. Check that the endpoint is the store, and "
             "no proxy"
         )
+
+
+def _of_a_file(answer: Mapping[str, Any]) -> bool:
+    """Whether a web server sent a static page, which has an ETag too. No store states both of these for an upload."""
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return "last-modified" in headers and str(headers.get("content-type")).startswith("text/html")
