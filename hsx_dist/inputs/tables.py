@@ -216,7 +216,8 @@ def _parquet(
         # By the bytes that the allowance counts: a wrong size of a whole group could make batches of one row for free.
         row = _decoded_bytes(group, leaves) // max(group.num_rows, 1)
         rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
-        for batch in parquet.reader.iter_batches(rows, row_groups=[i], column_indices=list(leaves)):
+        # Threads would fetch the columns in any order, and each step back in a file on a server fetches bytes again.
+        for batch in parquet.reader.iter_batches(rows, [i], list(leaves), use_threads=False):
             # Also the dictionaries, which Arrow copies for each batch.
             allowance.take(allocated=sum(map(referenced_bytes, batch.columns)))
             yield batch

@@ -24,6 +24,7 @@ from hsx_dist.errors import FormatError
 from hsx_dist.inputs import allowance, read_ahead
 from hsx_dist.inputs.read_ahead import check_fetched, fetched_bytes
 from hsx_dist.inputs.rows import read_rows
+from hsx_dist.inputs.store_file import StoreFile
 from tests.harness.http_server import Answers
 
 #: An entry of an Arrow file's footer: a batch's offset, and the lengths of its metadata and body.
@@ -133,6 +134,20 @@ def test_columns_are_fetched_in_the_order_of_the_file(server: _Server) -> None:
     pq.write_table(pa.table(dict.fromkeys(names, column)), out, compression="none", row_group_size=100)
     assert _read(server.url("a.parquet", out.getvalue()), metadata=sorted(names[:-1])) == 2000
     assert sum(server.sent) < 1.3 * len(out.getvalue())
+
+
+def test_one_thread_reads_a_parquet_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None) -> None:
+    """Several threads would fetch the columns of a row group in any order."""
+    threads, read = set[int](), StoreFile.read
+
+    def noted(self: StoreFile, size: int = -1) -> bytes:
+        threads.add(threading.get_ident())
+        return read(self, size)
+
+    monkeypatch.setattr(StoreFile, "read", noted)
+    pq.write_table(pa.table({"text": ["a"], "notes": ["b"]}), tmp_path / "a.parquet")
+    assert _read(str(tmp_path / "a.parquet"), metadata=["notes"]) == 1
+    assert threads == {threading.get_ident()}
 
 
 @pytest.mark.parametrize("jump", [False, True])
