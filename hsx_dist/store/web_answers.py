@@ -4,7 +4,8 @@
   of a GCS bucket can set it for an object. s3fs and obstore decode nothing.
 - The answer to a range request ends with an error at the first byte too many, and if it is another service's page
   (``BoundedResponse``).
-- A transfer may take any time, but each wait for bytes has a limit. aiohttp ends each transfer after five minutes.
+- A transfer may take any time, but each wait for bytes has a limit. Otherwise aiohttp ends each transfer after five
+  minutes, and gcsfs waits without a limit.
 - A cache of whole files gets an object of S3 in one request. s3fs would give a copy its full size before parts arrive,
   and checks no part. So a copy would have the right size also without a part.
 """
@@ -54,4 +55,7 @@ def _bounding(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
         "response_class": PartialResponse if scheme in ("gs", "gcs") else BoundedResponse,
     }
     timeout = ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_NEXT_BYTES_S)
-    return {**options, _SESSION[scheme]: {"timeout": timeout, **session, **own}}
+    session = {"timeout": timeout, **session, **own}
+    # gcsfs gives each request this limit in place of the session's, also None.
+    of_requests = {"requests_timeout": session["timeout"]} if _SESSION[scheme] == "session_kwargs" else {}
+    return {**of_requests, **options, _SESSION[scheme]: session}

@@ -17,17 +17,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from aiohttp import ClientTimeout
+from aiohttp import ClientTimeout, ServerTimeoutError
+from fsspec.asyn import sync
+from fsspec.exceptions import FSTimeoutError
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs import allowance
 from hsx_dist.inputs.rows import read_rows
+from hsx_dist.store import web_answers
 from hsx_dist.store.bounded_response import BoundedResponse, PartialResponse
 from hsx_dist.store.opening import open_store
 from hsx_dist.store.web_answers import bounding_answers
-from tests.harness.http_server import Answers
+from tests.harness.http_server import Answers, served
 
 PLAIN = b'{"text": "a"}\n' * 1000
 GZIP = gzip.compress(PLAIN)
@@ -126,13 +129,37 @@ def test_the_users_options_are_kept() -> None:
         "headers": {"Accept-Encoding": "identity", "Cookie": "c"},
     }
     assert bounding_answers("http://h/x", given) == {"a": 1, "b": 2, "client_kwargs": merged}
-    assert bounding_answers("zip://x::gs://b/y", {"gs": {"token": "t"}}) == {
-        "gs": {"token": "t", "session_kwargs": {**session, "response_class": PartialResponse}}
-    }
+    of_gcs = {
+        "token": "t", "session_kwargs": {**session, "response_class": PartialResponse}, "requests_timeout": timeout
+    }  # fmt: skip
+    assert bounding_answers("zip://x::gs://b/y", {"gs": {"token": "t"}}) == {"gs": of_gcs}
+    assert bounding_answers("gs://b/y", {"requests_timeout": 7})["requests_timeout"] == 7
     assert bounding_answers("s3://b/x", given) == given
     assert bounding_answers("zip://x::simplecache::s3://b/y", {"s3": {"key": "k"}}) == {
         "s3": {"key": "k", "max_concurrency": 1}
     }
+
+
+@pytest.mark.parametrize("scheme", ["http", "gs"])
+def test_a_server_that_sends_no_more_bytes_ends_a_request(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    ended = threading.Event()
+
+    class Handler(Answers):
+        def do_GET(self) -> None:
+            self.answer(200, b"a", length=10)
+            ended.wait(20)
+
+    monkeypatch.setattr(web_answers, "_NEXT_BYTES_S", 0.1)
+    with served(Handler) as url:
+        options = bounding_answers(f"{scheme}://b/x", {"endpoint_url": url, "token": "anon"} if scheme == "gs" else {})
+        fs = fsspec.filesystem(scheme, **options, skip_instance_cache=True)
+        once = type(fs)._request.__wrapped__ if scheme == "gs" else type(fs)._cat_file  # without gcsfs's retries
+        try:
+            with pytest.raises(FSTimeoutError) as raised:
+                sync(fs.loop, once, fs, *(["GET"] if scheme == "gs" else []), f"{url}/x", timeout=5)
+            assert isinstance(raised.value.__cause__, ServerTimeoutError)
+        finally:
+            ended.set()
 
 
 @pytest.mark.usefixtures("in_process")
