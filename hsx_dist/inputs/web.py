@@ -61,18 +61,28 @@ class WebRanges:
                     return bytes(body)
             elif answer.status == 200 and answer.content_length in (None, size):
                 if size <= MOST_WHOLE:
-                    whole: bytes = await answer.content.readexactly(size)
-                    if answer.content.at_eof() or not await answer.content.read(1):
+                    whole = await _at_most(answer, size + 1)
+                    if len(whole) == size:
                         self._whole = whole
                         return whole[start:end]
                 elif not self._has_ranges and answer.content_length == size:
-                    if start == 0:
-                        return await answer.content.readexactly(end)  # type: ignore[no-any-return]
-                    raise no_ranges(self._shown)
+                    if start:
+                        raise no_ranges(self._shown)
+                    part = await _at_most(answer, end)
+                    if len(part) == end:
+                        return part
         raise Unavailable(
             f"expected the bytes from {start} to {end} of {self._shown}, which has {size} bytes, got another answer of "
             f"its server (status {answer.status}). Try again: stored rows are skipped"
         )
+
+
+async def _at_most(answer: Any, size: int) -> bytes:
+    """Return the first ``size`` bytes of an answer, or all of its bytes if it has fewer."""
+    found = bytearray()
+    while len(found) < size and (piece := await answer.content.read(size - len(found))):
+        found += piece
+    return bytes(found)
 
 
 def check_stream(file: Any, shown: str, size: int | None) -> None:

@@ -22,12 +22,16 @@ class Answers(BaseHTTPRequestHandler):
     def answer(self, status: int, body: bytes = b"", *, length: int | None = None, **headers: str) -> None:
         """Send an answer, without the body if the request is a HEAD.
 
-        ``length``: the stated length, if it is not the body's. ``headers``: with ``_`` in place of ``-``.
+        ``length``: the stated length, if it is not the body's. ``headers``: with ``_`` in place of ``-``. With
+        ``Transfer_Encoding="chunked"`` no length is stated.
         """
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body) if length is None else length))
+        if headers.get("Transfer_Encoding") == "chunked":
+            body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
+        else:
+            self.send_header("Content-Length", str(len(body) if length is None else length))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

@@ -72,6 +72,7 @@ def _config(url: str, name: str, scheme: str) -> InputConfig:
 
 _WRONG: dict[str, _Wrong] = {
     "a page": lambda *_: (200, _PAGE, {"Content_Type": "text/html"}),
+    "a chunked page": lambda *_: (200, _PAGE, {"Transfer_Encoding": "chunked"}),
     "an empty answer": lambda *_: (200, b"", {}),
     "no content": lambda *_: (204, b"", {}),
     "an empty part": lambda s, e, _: (206, b"", {"Content_Range": f"bytes {s}-{e - 1}/{len(_LINES)}"}),
