@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hsx_dist.errors import Unavailable
 
-_CONTENT_RANGE = re.compile(r"bytes ([0-9]+)-([0-9]+)/([0-9]+|\*)")
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]+)-([0-9]+)/([0-9]+|\*)", re.IGNORECASE)
 #: Types of pages and of lists of files. Web servers and object stores send them for a folder.
 PAGES = ("text/html", "application/xhtml+xml", "text/xml", "application/xml")
 

@@ -143,6 +143,34 @@ def test_a_web_server_may_send_fewer_bytes_of_a_range_and_name_them(in_process: 
         assert [row.text for row in read_rows(_config(url, name, "http"))] == _LINES.decode().splitlines()  # type: ignore[union-attr]
 
 
+#: Answers that only the reader of a web server's files knows.
+_WRONG_OF_WEB: dict[str, _Wrong] = {
+    "a part of another unit": lambda s, e, body: (206, body[s:e], {"Content_Range": f"rows {s}-{e - 1}/{len(body)}"}),
+    "a short part without a range": lambda s, e, body: (206, body[s : e - 9], {}),
+    "a part of another file": lambda s, e, body: _range(s, e, body, of=len(body) - 1),
+    "a later part of the same size": lambda s, e, body: _range(s + 102, e + 102, body),
+    "a longer file": lambda _, __, body: (200, body + b"x\n", {"Transfer_Encoding": "chunked"}),
+}
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("answer", _WRONG_OF_WEB)
+def test_another_answer_of_a_web_server_gives_no_row(in_process: None, at: int, answer: str) -> None:
+    texts: list[str] = []
+    with _server(_LINES, _WRONG_OF_WEB[answer], at) as url, pytest.raises(Unavailable, match="another answer"):
+        texts.extend(row.text for row in read_rows(_config(url, "a.txt", "http")))  # type: ignore[union-attr,misc]
+    assert texts == _LINES.decode().splitlines()[: len(texts)]
+
+
+@pytest.mark.parametrize("headers", [{}, {"Content_Range": "Bytes {}-{}/612000"}, {"Content_Range": "bytes {}-{}/*"}])
+def test_a_web_server_may_name_a_range_in_another_way_or_not(in_process: None, headers: dict[str, str]) -> None:
+    def part(start: int, end: int, body: bytes) -> _Answer:
+        return 206, body[start:end], {name: value.format(start, end - 1) for name, value in headers.items()}
+
+    with _server(_LINES, part, at=0) as url:
+        assert len(list(read_rows(_config(url, "a.txt", "http")))) == 6000
+
+
 def test_a_file_without_ranges_is_read_in_order(in_process: None) -> None:
     def whole(_: int, __: int, body: bytes) -> _Answer:
         return 200, body, {}
