@@ -58,17 +58,17 @@ class WebRanges:
                 if len(body) == asked.nbytes:
                     return body
             elif answer.status == 200 and answer.content_length in (None, size):
-                if size <= MOST_WHOLE:
-                    whole = await _at_most(answer, size + 1)
-                    if len(whole) == size:
-                        self._whole = whole
-                        return whole[start:end]
-                elif not self._has_ranges and answer.content_length == size:
-                    if start:
-                        raise no_ranges(self._shown)
+                if size > MOST_WHOLE and start == 0 and answer.content_length == size and not self._has_ranges:
                     part = await _at_most(answer, end)
                     if len(part) == end:
                         return part
+                else:
+                    whole = await _at_most(answer, min(size, MOST_WHOLE) + 1)
+                    if len(whole) == size:
+                        self._whole = whole
+                        return whole[start:end]
+                    if len(whole) > MOST_WHOLE < size and not self._has_ranges:  # no page is so large
+                        raise no_ranges(self._shown)
         raise Unavailable(
             f"expected the bytes from {start} to {end} of {self._shown}, which has {size} bytes, got another answer of "
             f"its server (status {answer.status}). Try again: stored rows are skipped"

@@ -149,6 +149,7 @@ _WRONG_OF_WEB: dict[str, _Wrong] = {
     "a short part without a range": lambda s, e, body: (206, body[s : e - 9], {}),
     "a part of another file": lambda s, e, body: _range(s, e, body, of=len(body) - 1),
     "a later part of the same size": lambda s, e, body: _range(s + 102, e + 102, body),
+    "a longer part": lambda s, e, body: (206, body[s : e + 9], _range(s, e, body)[2]),
     "a longer file": lambda _, __, body: (200, body + b"x\n", {"Transfer_Encoding": "chunked"}),
 }
 
@@ -235,6 +236,37 @@ def test_a_small_table_of_a_server_without_ranges_is_read_whole(
         monkeypatch.setattr("hsx_dist.inputs.sources.MOST_WHOLE", 1000)
         with pytest.raises(ConfigError, match="that sends Content-Length and answers ranges"):
             list(read_rows(_config(url, name, "http")))
+
+
+def test_a_large_file_of_a_server_without_ranges_and_lengths_is_refused(
+    monkeypatch: pytest.MonkeyPatch, in_process: None
+) -> None:
+    def whole(_: int, __: int, body: bytes) -> _Answer:
+        return 200, body, {"Transfer_Encoding": "chunked"}
+
+    with _server(_LINES, whole, at=0) as url:
+        assert len(list(read_rows(_config(url, "a.txt", "http")))) == 6000
+        monkeypatch.setattr(web, "MOST_WHOLE", 1000)
+        with pytest.raises(ConfigError, match="that sends Content-Length and answers ranges"):
+            list(read_rows(_config(url, "a.txt", "http")))
+
+
+@pytest.mark.parametrize("answer", ["a page", "a chunked page"])
+def test_a_page_in_place_of_a_large_file_is_retryable(
+    monkeypatch: pytest.MonkeyPatch, in_process: None, answer: str
+) -> None:
+    monkeypatch.setattr(web, "MOST_WHOLE", 1000)
+    with _server(_LINES, _WRONG[answer]) as url, pytest.raises(Unavailable, match="another answer"):
+        list(read_rows(_config(url, "a.txt", "http")))
+
+
+def test_a_whole_large_file_in_place_of_a_later_range_is_retryable(
+    monkeypatch: pytest.MonkeyPatch, in_process: None
+) -> None:
+    """The server has answered a range before."""
+    monkeypatch.setattr(web, "MOST_WHOLE", 1000)
+    with _server(_LINES, lambda _, __, body: (200, body, {}), at=2) as url, pytest.raises(Unavailable):
+        list(read_rows(_config(url, "a.txt", "http")))
 
 
 def test_a_server_of_python_serves_lines_and_tables(tmp_path: Path, in_process: None) -> None:
