@@ -51,16 +51,19 @@ class ZipFolders:
         self._fs = fs
         #: The members of each folder. A name that is a file and a folder is there twice.
         self._members = defaultdict[str, list[dict[str, str]]](list)
+        #: Folder → a file below it, whose next step from there is no name.
+        self._nameless = dict[str, str]()
         seen = set[tuple[str, str]]()
         members = fs.zip.infolist()
         for member in members:
             name, kind = member.filename.rstrip("/"), "directory" if member.is_dir() else "file"
             check_path(name, "a zip file")
-            if {".", ".."} & set(name.split("/")):
-                raise ConfigError(
-                    "input.path: expected names of files and folders in a zip file, got the member "
-                    f"{head(name, 200)!r}. Write the zip file without such steps"
-                )
+            steps = name.split("/")
+            if (no_name := next((i for i, step in enumerate(steps) if step in (".", "..")), None)) is not None:
+                folder = "/".join(steps[:no_name]).rstrip("/")
+                if kind == "file":
+                    self._nameless.setdefault(folder, name)
+                name, kind = folder, "directory"
             while name and (name, kind) not in seen:
                 seen.add((name, kind))
                 folder = name.rpartition("/")[0].rstrip("/")
@@ -77,7 +80,17 @@ class ZipFolders:
         return getattr(self._fs, name)
 
     def ls(self, folder: str, **_: Any) -> list[dict[str, str]]:
-        """Return the members of a folder. Raises FileNotFoundError if there is no such folder."""
+        """Return the members of a folder.
+
+        Raises:
+            ConfigError: a file below the folder cannot be found by the names of its folders.
+            FileNotFoundError: there is no such folder.
+        """
+        if (name := self._nameless.get(folder.rstrip("/"))) is not None:
+            raise ConfigError(
+                "input.path: expected names of files and folders in a zip file, got the member "
+                f"{head(name, 200)!r}. Write the zip file without such steps, or name one member"
+            )
         members = self._members.get(folder.rstrip("/"), [])
         if folder and not members:
             self._fs.info(folder)

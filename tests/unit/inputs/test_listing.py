@@ -277,6 +277,17 @@ def test_a_member_whose_path_has_a_step_that_is_no_name_is_refused(tmp_path: Pat
         read(f"zip://**::{tmp_path}/in.zip")
 
 
+def test_a_member_with_such_a_step_refuses_only_listings_that_meet_it(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as file:
+        for name in ("./", "a/", "a/./", "a/a.txt", "b/./README", "./README"):
+            file.writestr(name, "" if name.endswith("/") else "a\n")
+    assert len(read(f"zip://a/a.txt::{tmp_path}/in.zip")) == 1
+    assert len(read(f"zip://a/*.txt::{tmp_path}/in.zip")) == 1
+    for pattern in ("b/*", "*/*.txt", "*.txt"):
+        with pytest.raises(ConfigError, match=r"README'\. Write the zip file without such steps, or name one member"):
+            read(f"zip://{pattern}::{tmp_path}/in.zip")
+
+
 def test_the_version_of_an_object_is_no_part_of_its_ending_or_key() -> None:
     assert sources.ending("s3://b/rows.jsonl.gz?versionId=v1") == ".gz"
     assert listing.stem("s3://b/10:30@rows.jsonl.gz?versionId=v1") == "10:30@rows"
