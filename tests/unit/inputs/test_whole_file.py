@@ -20,6 +20,7 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from fsspec.implementations.http import HTTPFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from hsx_dist.config import InputConfig
@@ -200,6 +201,7 @@ def test_a_stream_of_unknown_size_is_read_in_any_time(monkeypatch: pytest.Monkey
 
     # aiohttp's own limit for a whole transfer, however slowly its rows are taken.
     monkeypatch.setattr(aiohttp.client, "DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=1e-9))
+    HTTPFileSystem.clear_instance_cache()  # its session has the limit of its first use
     with served(Handler) as url:
         assert len(list(read_rows(InputConfig(path=f"{url}/a.txt")))) == 2
 
