@@ -53,7 +53,8 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
         needed: the file must have one of these.
 
     Raises:
-        FormatError: a file is broken; Unavailable: the store failed; both with the number of the last row read.
+        FormatError: a file is broken; it names the last row read.
+        Unavailable: the store failed.
         ConfigError: a file cannot be opened or has none of the needed columns; pyarrow is missing.
     """
     labels = tuple(source.label for source in found.sources)
