@@ -93,8 +93,9 @@ def _start_of_text(whole: str, messages: list[dict[str, Any]], render: Render) -
 
 
 def _mark(whole: str) -> str:
+    used = set(whole)
     for mark in _MARKS:
-        if mark not in whole:
+        if mark not in used:
             return mark
     raise InputError("loss_roles: expected a chat that lacks a private character of Unicode, got one with all of them")
 
