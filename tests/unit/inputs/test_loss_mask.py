@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken
 
 from hsx_dist.errors import ConfigError, InputError
+from hsx_dist.inputs import loss_mask
 from hsx_dist.inputs.encode import RowEncoder, RowRules, load_tokenizer
 from hsx_dist.inputs.loss_mask import mask_of_spans
 from hsx_dist.inputs.rows import Row
@@ -328,3 +329,11 @@ def test_the_mask_of_many_spans_reads_each_token_few_times(in_order: bool) -> No
             expected[t] = 1
     assert found == bytes(expected)
     assert 0 < sum(found) < tokens
+
+
+def test_a_text_is_not_searched_for_each_mark() -> None:
+    class Text(str):
+        def __contains__(self, _: object) -> bool:
+            raise AssertionError
+
+    assert loss_mask._mark(Text("a" + loss_mask._MARKS[0])) == loss_mask._MARKS[1]
