@@ -62,7 +62,8 @@ def check_fetched(file: Any, shown: str, *, in_order: bool) -> None:
                 cache.blocks.clear()  # fsspec marks a block of blockcache:: as stored before it fetches it
             raise
 
-    if (data := getattr(cache, "data", None)) is not None and len(data) != file.size:  # fetched when it was opened
+    data = getattr(cache, "data", None)
+    if isinstance(data, bytes) and len(data) != file.size:  # fetched when it was opened; the cache "parts" has a dict
         raise not_whole(shown, file.size, str(len(data)))
     cache.fetcher, cache.multi_fetcher = fetched, None
 

@@ -353,6 +353,10 @@ def test_a_file_that_was_fetched_when_it_was_opened_is_checked() -> None:
         check_fetched(_File("all"), "x", in_order=True)
 
 
+def test_a_cache_of_known_parts_is_not_taken_for_a_file_of_another_size() -> None:
+    check_fetched(_File("parts"), "x", in_order=True)
+
+
 def test_a_local_file_may_grow_but_not_end_early() -> None:
     def read(size: int, *, may_grow: bool = True) -> int:
         return len(io.BufferedReader(WholeFile(io.BytesIO(b"12345"), "x", size, may_grow=may_grow)).read())
