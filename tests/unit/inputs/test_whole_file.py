@@ -279,9 +279,10 @@ def test_a_server_of_python_serves_lines_and_tables(tmp_path: Path, in_process: 
         assert len(list(read_rows(InputConfig(path=f"{url}/a.parquet")))) == 2
 
 
-def test_a_cache_of_whole_files_does_not_hide_another_answer(in_process: None) -> None:
+@pytest.mark.parametrize("name", ["a.txt", "a.parquet"])
+def test_a_cache_of_whole_files_does_not_hide_another_answer(in_process: None, name: str) -> None:
     with _server(_LINES, lambda *_: (200, _PAGE, {}), at=0) as url, pytest.raises(Unavailable, match="612000 bytes"):
-        list(read_rows(InputConfig(path=f"simplecache::{url}/a.txt")))
+        list(read_rows(InputConfig(path=f"simplecache::{url}/{name}")))
     with _server(_LINES) as url:
         assert len(list(read_rows(InputConfig(path=f"simplecache::{url}/a.txt")))) == 6000
 
