@@ -70,7 +70,10 @@ class Handler(Answers):
 
     def do_GET(self) -> None:
         assert isinstance(self.server, HangingStore)
-        self.answer_object(200, self.server.probes[urlsplit(self.path).path])
+        body = self.server.probes[urlsplit(self.path).path]
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        part = body[first : last + 1]
+        self.answer(206, part, ETag='"1"', Content_Range=f"bytes {first}-{first + len(part) - 1}/{len(body)}")
 
     def _probe(self, body: bytes) -> None:
         assert isinstance(self.server, HangingStore)
