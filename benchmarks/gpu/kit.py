@@ -118,8 +118,9 @@ def run_kit(checks: Sequence[Check], results: Path, gpus: Sequence[str], seconds
     def each(check: Check) -> Outcome:
         if check.group != TESTS or check.cannot:
             return run_check(check)
-        single[check.name] = run_tests(check)
-        return single[check.name][-1]
+        single[check.name] = tests = run_tests(check)
+        worst = next((t for t in tests if t.bad), tests[-1])
+        return replace(worst, name=check.name)  # ``spread`` finds the single tests by this name
 
     def spread(outcomes: Sequence[Outcome]) -> list[Outcome]:
         return [one for o in outcomes for one in (single.get(o.name) if o.group == TESTS else None) or [o]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,21 +11,22 @@ _ROWS = 4
 _COLUMNS = 1024
 
 
+# Triton compiles the parameters' annotations too. A name that it does not know, such as Any, is an error on a GPU only.
 @triton.jit
-def _kernel(
-    x: Any,
-    slots: Any,
-    cache: Any,
-    count: Any,
-    n: Any,
-    width: Any,
-    block: Any,
-    x_stride: Any,
-    block_stride: Any,
-    token_stride: Any,
+def _kernel(  # type: ignore[no-untyped-def]
+    x,
+    slots,
+    cache,
+    count,
+    n,
+    width,
+    block,
+    x_stride,
+    block_stride,
+    token_stride,
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
-) -> None:
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.load(slots + row, mask=row < n, other=-1).to(tl.int64)

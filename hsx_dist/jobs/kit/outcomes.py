@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,8 @@ _Claim = Literal["passed", "failed", "not run"]
 RESULT = "HSX_KIT_RESULT"
 #: Characters of a log that a message shows.
 _TAIL = 1500
+#: The line of an exception in a log.
+_ERROR = re.compile(r"\b[\w.]*(?:Error|Exception)\b: .*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,11 @@ def run_check(check: Check) -> Outcome:
 
 def _judge(status: int | None, result: Path, log: Path, limit_s: float) -> tuple[OutcomeState, str, dict[str, Any]]:
     # Redacted before the cut, because half of a URL is not recognized as one.
-    tail = redact_text(log.read_text(errors="replace"))[-_TAIL:].strip()
+    text = redact_text(log.read_text(errors="replace"))
+    tail = text[-_TAIL:].strip()
+    if (first := _ERROR.search(text)) and first[0] not in tail:
+        # vLLM's own process logs the cause first. Its parent's traceback, which follows, does not have it.
+        tail = f"{tail}\nits first error: {first[0][:_TAIL]}"
     if status is None:
         return "timed out", f"did not end within {limit_s:.0f} s; its log ends:\n{tail}", {}
     if status != 0:

@@ -225,3 +225,10 @@ def test_the_program_ends_with_1_where_a_check_failed(tmp_path, monkeypatch, cap
         monkeypatch.setattr(sys, "argv", ["kit", "--results", str(tmp_path), "--only", Case().name])
         assert kit.main() == status
         assert f"{state:9}  {engine_states.GROUP}: {Case().name}: why\n" in capsys.readouterr().out
+
+
+def test_a_failed_test_counts_though_the_last_one_passed(tmp_path, monkeypatch):
+    tests = [Outcome(kit.TESTS, "first", "failed", "wrong states"), Outcome(kit.TESTS, "last", "passed", "")]
+    monkeypatch.setattr(kit, "run_tests", lambda _: tests)
+    assert kit.run_kit([Check(kit.TESTS, "tests/gpu")], tmp_path, ["a GPU"], 60) == tests
+    assert json.loads((tmp_path / "gpu-report.json").read_text())["states"] == {"failed": 1, "passed": 1}

@@ -1,4 +1,4 @@
-"""The operator that writes rows: eager, compiled, and its CUDA kernel in Triton's interpreter."""
+"""The operator that writes rows: eager, compiled, and its CUDA kernel in Triton's interpreter and compiler."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,3 +191,28 @@ def test_the_cuda_kernel_writes_the_same_in_tritons_interpreter() -> None:
         [sys.executable, "-c", _INTERPRETED], env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.stdout.endswith("equal\n"), done.stderr
+
+
+#: Compiles the kernel for one kind of GPU. Needs no GPU, and Triton's own NVIDIA back end.
+_COMPILED = """
+import sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from hsx_dist.taps.triton_scatter import _kernel
+sizes = ("n", "width", "block", "x_stride", "block_stride", "token_stride")
+pointers = {"x": "*" + sys.argv[1], "slots": "*i64", "cache": "*" + sys.argv[1], "count": "*i64"}
+signature = pointers | dict.fromkeys(sizes, "i32") | dict.fromkeys(("ROWS", "COLUMNS"), "constexpr")
+source = ASTSource(_kernel, signature, constexprs={"ROWS": 4, "COLUMNS": 1024})
+print(compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "i32"])
+def test_triton_compiles_the_kernel_for_a_gpu(dtype: str, tmp_path: Path) -> None:
+    """Triton's interpreter accepts kernels that its compiler refuses."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    argv = [sys.executable, "-c", _COMPILED, dtype]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=200)
+    assert "sm_90" in done.stdout, done.stderr
