@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from hsx_dist.errors import ConfigError, Denied, FormatError, NotFound, Unavailable
+from hsx_dist.errors import ConfigError, Denied, FormatError, NotFound, StoreError, Unavailable
 from hsx_dist.format.container import Part
 from hsx_dist.format.json_objects import number, read_json
 from hsx_dist.format.markers import LOCK, MARKERS, is_marker, lock_name, marked_name
 from hsx_dist.format.place import find_place
+from hsx_dist.format.presence import exists
 from hsx_dist.logger import get_logger
 from hsx_dist.reading.garbage import require_gone
 from hsx_dist.reading.object_lock import exclusive_lock
@@ -95,16 +96,16 @@ def _latest(ends: Iterable[Any]) -> float | None:
 
 
 def _hides(store: Store, marker: str) -> bool:
-    """Whether readers raise because of the marker even if the object exists."""
+    """Whether readers raise because of the marker even if the object exists. ``True`` if that is not known."""
     try:
-        if read_json(store, marker).get("until_stored") is True:
-            return False
-        store.head(marked_name(marker))
+        return read_json(store, marker).get("until_stored") is not True and exists(store, marked_name(marker))
     except FormatError:  # replaced since ``_end`` read it
         return True
-    except NotFound:
+    except NotFound:  # the marker
         return False
-    return True
+    except StoreError as e:  # of this object alone, or the next call raises it too
+        log.warning("gc cannot look at a marker's object, and leaves the marker: name=%s error=%s", marker, e)
+        return True
 
 
 def require_conditional_deletes(store: Store) -> None:

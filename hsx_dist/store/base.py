@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -157,6 +157,22 @@ def probed(store: Store, name: str) -> bytes:
     if found not in (b"new", b"x", b"newer"):
         raise Unavailable(f"{store.url}/{name}: expected a probe object, got other bytes. Check that the store answers")
     return found
+
+
+def require_missing(store: Store, name: str) -> NoReturn:
+    """Get the first byte of an object after a HEAD got the status 404.
+
+    The answer to a HEAD has no body, and only the body shows whether the store or a gateway sent the 404.
+
+    Raises:
+        NotFound: there is no object.
+        Unavailable: there is one, or a gateway answered again.
+    """
+    store.get(name, 1)
+    raise Unavailable(
+        f"head {store.url}/{name}: expected the store's answer to a HEAD, got 404 for an object that exists. Check the "
+        "endpoint's address, the service, and the network to it"
+    )
 
 
 def version_of(store: Store, name: str) -> str | None:

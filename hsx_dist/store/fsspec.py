@@ -30,6 +30,7 @@ from hsx_dist.store.base import (
     cut,
     not_conditional,
     require_at_most,
+    require_missing,
     stated_size,
 )
 from hsx_dist.store.faults import Redactor, after_renewal, expired, outdated, past_the_end, shown_cause, translate
@@ -142,7 +143,7 @@ class FsspecStore:
     def head(self, name: str) -> ObjectInfo:
         path = self._path(name)
         if self._s3:
-            # s3fs's info() lists the name as a folder if it is missing: another request for each `is_fenced`.
+            # s3fs's info() lists the name as a folder if it is missing: another request.
             return ObjectInfo(name, stated_size(self._head_s3(name).get("ContentLength"), f"head {self.url}/{name}"))
         info = self._call("head", name, lambda: self._fs.info(path, **self._limit()))
         if info["type"] != "file":
@@ -267,9 +268,12 @@ class FsspecStore:
 
     def _head_s3(self, name: str) -> Mapping[str, Any]:
         bucket, key, _ = self._fs.split_path(self._path(name))
-        return self._call(
-            "head", name, lambda: self._fs.call_s3("head_object", Bucket=bucket, Key=key, **self._limit())
-        )
+        try:
+            return self._call(
+                "head", name, lambda: self._fs.call_s3("head_object", Bucket=bucket, Key=key, **self._limit())
+            )
+        except NotFound:
+            require_missing(self, name)
 
     def _pipe(self, path: str, data: bytes | Gathered, **how: Any) -> object:
         if self._scheme == "memory":

@@ -24,6 +24,7 @@ from hsx_dist.store.base import (
     coalesce,
     cut,
     not_conditional,
+    require_missing,
 )
 from hsx_dist.store.faults import Redactor, after_renewal, expired, past_the_end, redirected, shown_cause, translate
 from hsx_dist.store.local import LocalStore
@@ -142,7 +143,10 @@ class ObstoreStore:
 
     def head(self, name: str) -> ObjectInfo:
         path = self._path(name)
-        found = self._call("head", name, lambda obs, client: obs.head(client, path))
+        try:
+            found = self._call("head", name, lambda obs, client: obs.head(client, path))
+        except NotFound:
+            require_missing(self, name)
         return ObjectInfo(name, int(found["size"]))
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:

@@ -14,9 +14,9 @@ import threading
 import numpy as np
 import pytest
 
-from hsx_dist.cli import main
+from hsx_dist.cli import gc, main
 from hsx_dist.connector.locks import ObjectLocks
-from hsx_dist.errors import ConfigError, StoreError
+from hsx_dist.errors import ConfigError, Denied, StoreError, Unavailable
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.page import Page, Segment
 from hsx_dist.reading import expiry
@@ -391,3 +391,26 @@ def test_a_marker_that_hides_an_object_stays_as_long_as_the_object(store, name, 
     assert remove(store, name, 4000)
     assert remove(store, marker, 4000) is hides
     assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("error", [Denied("not allowed"), Unavailable("expected the store's answer, got a page")])
+def test_a_marker_stays_if_its_object_has_an_error_and_gc_continues(monkeypatch, capsys, caplog, tmp_path, error):
+    for key in ("a", "b"):
+        name = f"{key}.safetensors.conflict.json"
+        (tmp_path / name).write_text(json.dumps({"key": key, "error": "x", "conflict": True, "expires": 1000}))
+    head = local.LocalStore.head
+
+    def fails(store, name):
+        if name == "a.safetensors":
+            raise error
+        return head(store, name)
+
+    monkeypatch.setattr(local.LocalStore, "head", fails)
+    monkeypatch.setattr(gc, "open_store", lambda path, _: open_store(path, retry_seconds=0))
+    with pytest.raises(SystemExit) as ended:
+        main(["gc", str(tmp_path), "--delete", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0
+    assert found["in_use"] == ["a.safetensors.conflict.json"]
+    assert found["expired"] == ["b.safetensors.conflict.json"]
+    assert "name=a.safetensors.conflict.json error=" in caplog.text

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from hsx_dist.errors import NotFound, StoreError, Unavailable
+from hsx_dist.format.presence import exists
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.base import Conditional, stated_size
 from hsx_dist.store.opening import Backend
@@ -132,6 +133,8 @@ def test_only_a_404_of_the_store_says_that_there_is_no_object(
         lambda store: store.get_ranges("a", [(0, 3), (1 << 20, 2 << 20)]),
         lambda store: store.put("a", [b"x"]),
         lambda store: list(store.list()),
+        lambda store: store.head("a"),
+        lambda store: store.version("a"),
     ]
     without: list[Callable[[Any], Any]] = [
         lambda store: store.delete("a"),
@@ -148,8 +151,49 @@ def test_only_a_404_of_the_store_says_that_there_is_no_object(
         for call in without:
             with nullcontext() if kind is NotFound else pytest.raises(kind):
                 assert not call(store)
-        with pytest.raises(NotFound):  # the answer to a HEAD has no body
-            store.head("a")
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+@pytest.mark.parametrize("content", [b"", b"abc"])
+def test_a_404_to_a_head_is_confirmed_by_a_get(backend: Backend, content: bytes) -> None:
+    """The answer to a HEAD has no body that shows who sent it."""
+    requests: list[str] = []
+    pages: list[int] = []
+
+    class PagedOnce(Answers):
+        def do_HEAD(self) -> None:
+            requests.append("HEAD")
+            if not self.path.startswith("/b/r/a"):
+                self.answer(404)
+            elif pages:
+                self.answer(pages.pop(), b"default backend - 404")
+            else:
+                self.answer_object(200, content)
+
+        def do_GET(self) -> None:
+            requests.append("GET")
+            if not self.path.startswith("/b/r/a"):
+                self.answer(404, _MISSING)
+            elif content:
+                self.answer(
+                    206, b"a", Content_Range="bytes 0-0/3", ETag='"1"', Last_Modified="Thu, 01 Jan 2026 00:00:00 GMT"
+                )
+            else:
+                self.answer(416, b"<Error><Code>InvalidRange</Code></Error>")
+
+    with served(PagedOnce) as url:
+        store = open_store("s3://b/r", s3_options(url), backend=backend, retry_seconds=5)
+        for call, answer in ((lambda: store.head("a").size, len(content)), (lambda: _version(store), '"1"')):
+            pages.append(404)
+            assert call() == answer
+            assert requests == ["HEAD", "GET", "HEAD"]
+            requests.clear()
+            assert call() == answer
+            assert requests == ["HEAD"]  # no more requests for an object that exists
+            requests.clear()
+        assert exists(store, "a")
+        assert not exists(store, "b")
+        assert requests == ["HEAD", "HEAD", "GET"]
 
 
 @pytest.mark.parametrize("backend", ["obstore", "fsspec"])
