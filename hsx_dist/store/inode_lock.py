@@ -8,7 +8,8 @@ happen between the check of a conditional operation and its change of the name.
 
 Only a process that may write the file can lock it exclusively. A put continues if others hold read locks only, so that
 a user who may only read cannot block it. A put by a user who may not write the object takes a read lock: it excludes
-deletes, but not other such puts. Lock files use ``flock``, which does not interact with these locks.
+deletes, but not other such puts. A user who may not read the object cannot replace it. Lock files use ``flock``, which
+does not interact with these locks.
 """
 
 from __future__ import annotations
@@ -28,13 +29,10 @@ _PAUSE_S = 0.002
 _BUSY = (errno.EAGAIN, errno.EACCES)
 #: Errors of a system or a file system without such locks.
 _NO_LOCKS = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-#: Errors of opening a name that is deleted, a link, a socket, a device or a folder, or another user's or running file,
-#: or a file for which another process, such as a Samba server, has a lease.
+#: Errors of opening a name that is deleted, a link, a socket, a device or a folder, or a running file, or a file for
+#: which another process, such as a Samba server, has a lease. A conditional delete cannot open such a name either.
 NOT_OPENED = frozenset(
-    {
-        *(errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EACCES, errno.EPERM),
-        *(errno.ETXTBSY, errno.EAGAIN),
-    }
+    {errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.ETXTBSY, errno.EAGAIN}
 )
 #: Devices whose locks worked in this process, and devices that had none for ``LONGEST_S``.
 _locking: set[int] = set()

@@ -386,7 +386,8 @@ def _link(folder: int, temporary: str, last: str) -> None:
 def _place(folder: int, temporary: str, last: str, what: str) -> None:
     """Give the file its final name and replace an object of that name.
 
-    Waits for another put or a conditional delete of the object.
+    Waits for another put or a conditional delete of the object. Raises ``Denied`` for an object that this user may
+    not read.
     """
     has_links = True
     while True:
@@ -405,6 +406,11 @@ def _place(folder: int, temporary: str, last: str, what: str) -> None:
                 there = os.open(last, os.O_RDWR | SAFELY, dir_fd=folder)
             except (PermissionError, BlockingIOError):
                 there = os.open(last, os.O_RDONLY | SAFELY, dir_fd=folder)
+        except PermissionError as e:  # without a lock, a conditional delete could remove the new object
+            raise Denied(
+                f"{what}: expected an object that this user may read, so that the put can lock it, got "
+                f"{e.strerror}. Change the object's owner or mode, or delete it"
+            ) from e
         except OSError as e:
             if e.errno == errno.ENOENT and has_links:
                 continue  # just deleted

@@ -7,8 +7,6 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -25,6 +23,7 @@ from hsx_dist.store import local, open_store
 from hsx_dist.testing.stores import MemoryStore
 from hsx_dist.writers.sink import PartSink, SinkOptions
 from tests.harness.runs import write_v1_run
+from tests.harness.users import OTHER, as_a_user, as_root
 
 
 def put(store, key, meta):
@@ -97,22 +96,6 @@ def test_gc_only_lists_without_the_delete_option(prefix, capsys):
     assert sorted(p.name for p in prefix.iterdir()) == sorted(set(before) - gone)
 
 
-#: Root passes every permission check by its capabilities. Without them it is a file's owner like any other user.
-AS_A_USER = """
-import ctypes, os, sys
-if os.geteuid() == 0 and ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()):
-    raise OSError("capset failed")
-"""
-
-
-def as_a_user(code, *arguments):
-    """Output of a process that permissions apply to: (stdout, stderr)."""
-    done = subprocess.run(
-        [sys.executable, "-c", AS_A_USER + code, *arguments], capture_output=True, text=True, timeout=120
-    )
-    return done.stdout, done.stderr
-
-
 @pytest.fixture
 def with_unreadable_folders(tmp_path):
     for sub in ("a-first", "m/closed/deep", "m/no-look", "m/open", "z"):
@@ -143,16 +126,16 @@ def test_folders_that_may_not_be_read_are_skipped_reported_and_logged_once(with_
     assert "4 folders may not be read" in out, err
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
+@as_root
 def test_a_file_of_another_user_stops_no_gc(prefix):
     """In a folder that every user can write to, such as the default output."""
     prefix.chmod(0o1777)
-    os.chown(prefix, 1234, 1234)
+    os.chown(prefix, OTHER, OTHER)
     for name in (".hsx-unfinished-x", "bad.error.json"):
         (prefix / name).touch()
         os.utime(prefix / name, (1000, 1000))
         (prefix / name).chmod(0o644)
-        os.chown(prefix / name, 1234, 1234)
+        os.chown(prefix / name, OTHER, OTHER)
     out, err = as_a_user(GC, str(prefix), "--delete", "--json")
     found = json.loads(out)
     assert sorted(found["expired"]) == ["odd.bin.failed.json", "old.safetensors"], err

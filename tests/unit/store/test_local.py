@@ -16,6 +16,7 @@ from hsx_dist.store import RetryStore, inode_lock, open_store
 from hsx_dist.store.folders import is_at
 from hsx_dist.store.inode_lock import lock_exclusively, lock_for_put
 from hsx_dist.store.local import LocalStore
+from tests.harness.users import OTHER, as_a_user, as_root
 
 
 def _files(root: Path) -> list[str]:
@@ -220,7 +221,7 @@ def test_a_put_without_its_lock_is_tried_again(tmp_path: Path, monkeypatch: pyte
     assert _files(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ENFILE, errno.ESTALE])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EMFILE, errno.EIO, errno.ENFILE, errno.ESTALE])
 def test_a_put_that_cannot_open_the_object_to_lock_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -237,6 +238,21 @@ def test_a_put_that_cannot_open_the_object_to_lock_it_fails(
         store.put("a", [b"new"])
     monkeypatch.undo()
     assert store.get("a") == b"old"
+    assert _files(tmp_path) == ["a"]
+
+
+@as_root
+@pytest.mark.parametrize(("mode", "content"), [(0o600, b"old"), (0o604, b"new")])
+def test_a_put_replaces_only_an_object_that_its_user_may_read(tmp_path: Path, mode: int, content: bytes) -> None:
+    """``hsx gc`` of the object's user could delete the new object: a put without a lock does not exclude it."""
+    store = LocalStore(tmp_path)
+    store.put("a", [b"old"])
+    os.chown(tmp_path / "a", OTHER, OTHER)
+    (tmp_path / "a").chmod(mode)
+    code = "from hsx_dist.store.local import LocalStore\nLocalStore(sys.argv[1]).put('a', [b'new'])"
+    _, err = as_a_user(code, str(tmp_path))
+    assert store.get("a") == content
+    assert ("Denied" in err and "that this user may read" in err) is (content == b"old")
     assert _files(tmp_path) == ["a"]
 
 
