@@ -156,6 +156,7 @@ def remove(store: Store, name: str, now: float | None = None) -> bool:
       a server or a reader holds is left for the next call. So is one whose lock file has an error, which is logged.
 
     Raises:
+        Denied: this user may not read the lock file, or not delete the object.
         StoreError: the store failed, or has no conditional deletes.
     """
     now = time.time() if now is None else now

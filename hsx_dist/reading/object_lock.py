@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from hsx_dist.errors import Denied, HsxError, NotFound, Unavailable
 from hsx_dist.format.markers import lock_name
@@ -59,6 +59,7 @@ def exclusive_lock(root: str, name: str) -> Iterator[bool]:
 
     Raises:
         NotFound: a server or a reader holds the lock.
+        Denied: this user may not read the lock file.
         Unavailable: it is not known whether another process holds the lock.
     """
     fd = _take(root, name, alone=True)
@@ -79,8 +80,7 @@ def _take(root: str, name: str, *, alone: bool = False) -> int | None:
         fd = None
         try:
             with opened(root, folder) as parent:
-                # SAFELY refuses a link, which another user may have created, and a FIFO, which would block.
-                fd = os.open(last, (os.O_RDWR if alone else os.O_RDONLY) | SAFELY, dir_fd=parent)
+                fd = _open(parent, last, writable=alone)
                 fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
                 if is_at(fd, parent, last):
                     return fd
@@ -94,12 +94,11 @@ def _take(root: str, name: str, *, alone: bool = False) -> int | None:
                 f"{where}: expected a finished object, got the lock {lock_name(where)}, held by a server. Wait longer"
             ) from None
         except PermissionError as e:
-            if alone:
-                return None  # this user may not hold it
-            # Without the lock a reader could get the result of an earlier request of this name.
+            # Without the lock a reader could get the result of an earlier request of this name, and ``hsx gc`` could
+            # delete an object in use.
             raise Denied(
                 f"{lock_name(f'{root}/{name}')}: expected a lock file that this user may read, got {e.strerror}. Run "
-                "the reader as the server's user or in its group"
+                f"{'`hsx gc`' if alone else 'the reader'} as the server's user or in its group"
             ) from e
         except OSError as e:
             if e.errno in _NO_LOCK:
@@ -112,3 +111,14 @@ def _take(root: str, name: str, *, alone: bool = False) -> int | None:
                 f"{e.strerror}. Try again. If the mount has no locks, remove its lock files, and start the server with "
                 "use_synchronization_lock=false"
             ) from e
+
+
+def _open(folder: int, last: str, *, writable: bool) -> int:
+    """Open a lock file, for writing if ``writable`` and this user may write it: NFS locks no other file exclusively.
+
+    Refuses a link, which another user may have created, and a FIFO, which would block.
+    """
+    if writable:
+        with suppress(PermissionError):
+            return os.open(last, os.O_RDWR | SAFELY, dir_fd=folder)
+    return os.open(last, os.O_RDONLY | SAFELY, dir_fd=folder)

@@ -156,6 +156,28 @@ def test_an_object_in_use_is_tried_again_and_reported(prefix):
     assert not (prefix / "old.safetensors").exists()
 
 
+@as_root
+@pytest.mark.parametrize(("mode", "member"), [(0o640, "in_use"), (0o600, "denied")])
+@pytest.mark.parametrize("kind", [fcntl.LOCK_SH, fcntl.LOCK_EX])
+def test_gc_of_another_user_leaves_an_object_in_use(prefix, kind, mode, member):
+    """The server's lock files have mode 0640. With umask 002, its objects have 0664."""
+    prefix.chmod(0o777)
+    lock = prefix / "old.safetensors.lock"
+    for path, bits in ((prefix / "old.safetensors", 0o664), (lock, mode)):
+        os.chown(path, OTHER, os.getegid())
+        path.chmod(bits)
+    with lock.open("r+") as holder:
+        fcntl.flock(holder, kind)
+        out, err = as_a_user(GC, str(prefix), "--delete", "--json")
+    found = json.loads(out)
+    assert found[member] == ["old.safetensors"], err
+    assert sorted(found["expired"]) == ["bad.error.json", "odd.bin.failed.json"]
+    assert (prefix / "old.safetensors").exists()
+    found = json.loads(as_a_user(GC, str(prefix), "--delete", "--json")[0])
+    assert found["denied"] == (["old.safetensors"] if member == "denied" else [])
+    assert (prefix / "old.safetensors").exists() is lock.exists() is (member == "denied")
+
+
 def test_a_full_listing_raises_at_an_unreadable_folder(with_unreadable_folders):
     root = with_unreadable_folders
     code = """
