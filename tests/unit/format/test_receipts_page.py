@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
+
 import hsx_dist
-from hsx_dist.format.manifest import Receipt, RowFate
-from hsx_dist.format.names import receipt_name
+from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
+from hsx_dist.format.names import part_name, receipt_name
 from hsx_dist.format.place import open_place
 from hsx_dist.format.receipt import Fate
 from hsx_dist.format.runs import load_manifest
-from hsx_dist.page import token_hash
+from hsx_dist.page import Segment, token_hash
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
 from tests.harness.runs import RunWriter, store_run, whole, write_v1_run
@@ -22,18 +26,30 @@ from tests.harness.runs import RunWriter, store_run, whole, write_v1_run
 PAGE = (Path(hsx_dist.__file__).parents[1] / "docs" / "receipts.md").read_text()
 
 
-def read_run(folder: Path) -> dict[str, tuple[int | None, list[tuple[Any, ...]]]]:
+#: By key: the input row, and (part, slot, start, stop) of each segment.
+Found = dict[str, tuple[int | None, list[tuple[Any, ...]]]]
+
+
+def program() -> dict[str, Any]:
+    """Return the functions of the page's program."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     namespace: dict[str, Any] = {}
     exec(code, namespace)
-    return namespace["read_run"](folder)
+    return namespace
 
 
-def ours(folder: Path) -> dict[str, tuple[int | None, list[tuple[Any, ...]]]]:
-    samples = load_manifest(open_place(open_store(str(folder))).store).samples
+def read_run(folder: Path) -> Found:
+    return program()["read_run"](folder)
+
+
+def ours(folder: Path) -> Found:
+    return found_in(load_manifest(open_place(open_store(str(folder))).store))
+
+
+def found_in(manifest: Manifest) -> Found:
     return {
         key: (s.row, [(p.part, p.slot, p.segment.start, p.segment.stop) for p in s.segments])
-        for key, s in samples.items()
+        for key, s in manifest.samples.items()
     }
 
 
@@ -74,6 +90,54 @@ def test_copies_that_are_cut_at_other_tokens(tmp_path: Path):
         writer.put([(sample, segments[i], 0) for i in stored])
     assert read_run(tmp_path) == ours(tmp_path)
     assert [place[2:] for place in read_run(tmp_path)["k"][1]] == [(0, 16), (16, 24), (24, 30), (30, 40)]
+
+
+def random_receipts(rng: random.Random) -> list[Receipt]:
+    """Make receipts that do not contradict each other. Rows are computed twice, cut at other tokens, and lost."""
+    receipts, parts = list[Receipt](), list[str]()
+    for attempt, writer, seq in product(range(1, rng.randint(2, 4)), ("a", "b", "c"), range(1, rng.randint(2, 4))):
+        name, proofs = part_name(attempt, writer, seq), dict[tuple[str, int, int], SegmentProof]()
+        for _ in range(rng.randint(1, 4)):
+            key, total, columns = rng.choice([("one", 6, 1), ("two", 6, 2)])
+            ends = [0, *sorted(rng.sample(range(1, total), rng.randint(0, 2))), total]
+            index, column = rng.randrange(len(ends) - 1), rng.randrange(columns)
+            span = ends[index], ends[index + 1]
+            sample = token_hash(np.array([attempt, rng.randint(0, 1), *key.encode()]))
+            tokens = token_hash(np.array([*span, *sample.encode()]))
+            segment = Segment(key, index, *span, total, column=column, columns=columns)
+            # A part has each segment once.
+            proofs.setdefault(
+                (key, column, index), SegmentProof(segment, len(proofs), tokens, 10, 10, rng.randint(0, 5), sample)
+            )
+        parts.append(name)
+        void = (rng.choice(parts),) if rng.random() < 0.1 else ()
+        sizes = 100, "00000000", 8, 10 * len(proofs)
+        receipts.append(Receipt(attempt, writer, seq, name, *sizes, tuple(proofs.values()), (), "now", void))
+    return receipts
+
+
+def test_the_program_finds_the_samples_of_random_receipts():
+    page, several, count = program(), 0, 0
+    for seed in range(300):
+        receipts = random_receipts(random.Random(seed))
+        page["read_receipts"] = lambda _, receipts=receipts: (json.loads(r.to_json())["receipt"] for r in receipts)
+        found = page["read_run"](None)
+        assert found == found_in(Manifest(receipts)), f"seed {seed}"
+        count += len(found)
+        several += sum(len(places) > 1 for _, places in found.values())
+    assert (count, several) > (200, 50)
+
+
+def test_of_two_computations_the_one_with_the_lower_part_counts(tmp_path: Path):
+    samples = [random_sample("k", 10, seed=seed) for seed in (0, 1)]
+    for at, order in enumerate((samples, samples[::-1])):
+        store = open_store(str(tmp_path / str(at)))
+        write_v1_run(store, {"meaning": {}, "settings": {}})
+        writer = RunWriter(store)
+        for sample in order:
+            writer.put([(sample, replace(sample.segments()[0], sample_hash=token_hash(sample.token_ids)), 0)])
+        assert read_run(tmp_path / str(at))["k"][1][0][0] == part_name(1, "w", 1)
+        assert read_run(tmp_path / str(at)) == ours(tmp_path / str(at))
 
 
 def test_the_page_names_every_member_column_and_fate():
