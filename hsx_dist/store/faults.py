@@ -18,6 +18,7 @@ from hsx_dist.config.secret_names import looks_secret
 from hsx_dist.config.urls import url_secrets
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
 from hsx_dist.store.look_ups import CONNECTION, chain_of, failed_for_now, found_none, names_of
+from hsx_dist.store.obstore_errors import RUST, ObstoreError, obstore_error
 from hsx_dist.text import shown_error, text_of
 
 _DENIED_CODES = frozenset(
@@ -104,38 +105,13 @@ _NOT_FOUND = frozenset(
 )
 #: Verbs that only read: for them no conflict lasts.
 _READS = ("get", "head", "list")
+#: Verbs with a condition, of which a 409 or a 412 says that it does not hold.
+_CONDITIONAL = ("put-if-absent", "put-version", "delete-version")
 #: Schemes whose objects are no files: an error with the system's number is about another file.
 _WEB = ("s3", "s3a", "gs", "gcs", "http", "https")
 _REGION_CODES = frozenset({"301", "307", "AuthorizationHeaderMalformed", "PermanentRedirect"})
-# obstore's errors have status, code and cause in their text only, followed by Rust's debug output.
-_IN_TEXT = re.compile(r"(?:status code: |HTTP status )(?P<status>[1-5]\d\d)")
-_CODE_IN_TEXT = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)|An error occurred \((\w+)\) when calling")
-#: The body of a 404. A HEAD's has none.
-_MISSING_IN_TEXT = re.compile(r"status code: 404 Not Found: (?P<body>.*)", re.DOTALL)
-#: What GCS's errors in JSON have. Other services' pages may be JSON too.
-_MISSING_IN_JSON = re.compile(r'\{\s*"error":\s*\{.*"code":\s*404\b', re.DOTALL)
-_ERRNO_IN_TEXT = re.compile(r"\(os error (\d+)\)")
-_INVALID_RANGE = "Requested range was invalid"
-_RUST = "\n\nDebug source:"
-_NO_ANSWER = (
-    *("HTTP error:", "error sending request", "operation timed out"),
-    " credential provider: Unavailable: ",  # of ``looking_up``
-)
-#: obstore's text for S3's 301, which names the right endpoint in its body only.
-_REDIRECT = "redirect without LOCATION"
-#: obstore's text for errors of Azure's log-in service, and of botocore and gcsfs when it asks them for credentials.
-_LOOK_UPS = ("performing token request", " credential provider: ")
-#: obstore's texts for an answer that is none of the store's, such as a gateway's page. A listing's entry that lacks a
-#: member, or has a wrong one, is the store's.
-_OTHER_ANSWER = re.compile(
-    r"Got invalid list response: (?!missing field|.*expected u64)|Got invalid (multipart|put) response"
-    "|Unable to extract metadata from headers|Received non-partial response|Content-Range header not present"
-    r"|Requested [0-9]+\.\.[0-9]+, got "
-)
-#: What such an answer lacks, as s3fs and gcsfs report it for an upload in pieces.
+#: What a gateway's page lacks, as s3fs and gcsfs report it for an upload in pieces.
 _LACKING = (("ETag",), ("Location",), ("UploadId",))
-#: obstore's text for errors of a listing. Their class is that of many errors.
-_LIST_REQUEST = "performing list request"
 #: Characters of a library's message that an error repeats: S3's XML responses are longer than a log line.
 _DETAIL = 300
 # gcsfs takes these words as `token`. They are no secrets, and redacting them would garble messages.
@@ -145,6 +121,21 @@ _CREDENTIALS_HINT = (
     "Check the credentials (environment, profile, instance role, or storage_options), and that they permit this"
 )
 _ENDPOINT_HINT = "Check the endpoint's address, the service, and the network to it"
+
+
+class NoBucket(NotFound):
+    """There is no such bucket, thus no object."""
+
+
+@contextmanager
+def unless_missing() -> Iterator[None]:
+    """Suppress ``NotFound``, except that of a bucket."""
+    try:
+        yield
+    except NoBucket:
+        raise
+    except NotFound:
+        pass
 
 
 class Redactor:
@@ -189,9 +180,9 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
         return translate(error.__cause__, where, bucket, redact)
     chain = list(chain_of(error))
     names = names_of(chain)
-    code, status = _code(chain)
+    said = _said(chain, where)
+    code, status = _code(chain, said)
     detail = _detail(chain, code, status, redact)
-    unanswered = _unanswered(chain, status)
     if failed_for_now(error):
         return Unavailable(f"{where}: no credentials now: {detail}. Check their service, and try again later")
     # Before AlreadyExists: obstore raises AlreadyExistsError for every 409, also S3's ConditionalRequestConflict.
@@ -200,10 +191,16 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     if busy or (status == 409 and code in ("", "409") and where.startswith(_READS)):
         return Unavailable(f"{where}: the service cannot answer now: {detail}. Check the service, and try again later")
     # Before NotFound and AlreadyExists, which are answers about the object.
-    if (_of_another_service(chain) and not unanswered) or _of_another_file(error, where):
+    of_another_service = said.of_another_service or any(map(_of_another_service_of_aws, chain))
+    if (of_another_service and not said.unanswered) or _of_another_file(error, where):
         return Denied(f"{where}: no usable credentials or connection: {detail}. {_CREDENTIALS_HINT}")
-    if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in detail.lower()):
-        return NotFound(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
+    if code == "NoSuchBucket" or said.lacks_bucket:
+        return NoBucket(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
+    # Such a status alone proves nothing: the answers of a proxy, and of a service for credentials, have it too.
+    conditional = status in (409, 412) and where.startswith(_CONDITIONAL)
+    of_a_page = said.of_a_page or any(map(_of_a_page, chain))
+    if (status == 404 or conditional) and re.search("[A-Za-z]", code) is None and of_a_page:
+        return Unavailable(f"{where}: expected the store's answer, got another: {detail}. {_ENDPOINT_HINT}")
     exists = isinstance(error, FileExistsError) or "AlreadyExistsError" in names
     if "PreconditionFailed" in (code, *names) or status == 412 or exists:
         return AlreadyExists(f"{where}: expected no object of this name, got one")
@@ -211,23 +208,21 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
         return StoreError(f"{where}: {detail}. The bucket is in another region. Set the region, or the endpoint")
     if code == "RequestTimeTooSkewed":
         return Denied(f"{where}: {detail}. Set this machine's clock")
-    denied = isinstance(error, PermissionError) or names & {"PermissionDeniedError", "UnauthenticatedError"}
-    if code in _DENIED_CODES or status in (401, 403) or (denied and not unanswered) or "Forbidden:" in detail:
+    refused = isinstance(error, PermissionError) or names & {"PermissionDeniedError", "UnauthenticatedError"}
+    denied = code in _DENIED_CODES or status in (401, 403) or any(map(_of_gcsfs_403, chain))
+    if denied or (refused and not said.unanswered):
         return Denied(f"{where}: not allowed: {detail}. {_CREDENTIALS_HINT}")
     if names & _NO_CREDENTIALS:
         return Denied(f"{where}: no usable credentials: {detail}. {_CREDENTIALS_HINT}")
-    number = _errno(error)
+    number = error.errno if isinstance(error, OSError) else said.number
     if number == errno.ENOTDIR and where.startswith("put"):
         return StoreError(f"{where}: {detail}. An object and a folder cannot share a name. Choose another output")
-    # A 404 alone proves nothing: a proxy's answer, and that of a service for credentials, have it too.
-    if status == 404 and re.search("[A-Za-z]", code) is None and any(map(_of_a_page, chain)):
-        return Unavailable(f"{where}: expected the store's answer, got another: {detail}. {_ENDPOINT_HINT}")
     missing = isinstance(error, FileNotFoundError) or number in (errno.EISDIR, errno.ENOTDIR)
-    if missing or (status == 404 and any(map(_of_the_store, chain))):
+    if missing or (status == 404 and (said.of_a_listing or any(map(_of_the_store, chain)))):
         return NotFound(f"{where}: there is no such object")
-    if names & CONNECTION or isinstance(error, (TimeoutError, ConnectionError)) or unanswered:
+    if names & CONNECTION or isinstance(error, (TimeoutError, ConnectionError)) or said.unanswered:
         return Unavailable(f"{where}: no answer: {detail}. {_ENDPOINT_HINT}")
-    if _of_a_gateway(chain, where):
+    if _of_a_gateway(chain, where, said):
         return Unavailable(f"{where}: expected the store's answer, got another: {detail}. {_ENDPOINT_HINT}")
     # Only without a status: a 4xx is a wrong request, even if the library reports a transient errno for it.
     if status is None and number in TRANSIENT:
@@ -266,9 +261,10 @@ def after_renewal(result: StoreError, renew: Callable[[], bool]) -> StoreError:
         return kind(f"{result}. A look-up of new credentials fails: {e}")
 
 
-def expired(error: BaseException) -> bool:
-    """Whether temporary credentials expired. New credentials may exist already."""
-    return _code(list(chain_of(error)))[0] in ("ExpiredToken", "TokenRefreshRequired")
+def expired(error: BaseException, where: str = "") -> bool:
+    """Whether temporary credentials expired. New credentials may exist already. ``where``: of an error of obstore."""
+    chain = list(chain_of(error))
+    return _code(chain, _said(chain, where))[0] in ("ExpiredToken", "TokenRefreshRequired")
 
 
 def outdated(error: BaseException) -> bool:
@@ -276,49 +272,54 @@ def outdated(error: BaseException) -> bool:
     return expired(error) or found_none(error)
 
 
-def redirected(error: BaseException) -> bool:
+def redirected(error: BaseException, where: str) -> bool:
     """Whether the bucket is in another region than the request's."""
-    code, status = _code(list(chain_of(error)))
+    chain = list(chain_of(error))
+    code, status = _code(chain, _said(chain, where))
     return code in _REGION_CODES or status in (301, 307)
 
 
-def past_the_end(error: BaseException) -> bool:
+def past_the_end(error: BaseException, where: str) -> bool:
     """Whether the requested range begins past the object's last byte."""
     chain = list(chain_of(error))
-    if _of_another_service(chain):
+    said = _said(chain, where)
+    if said.of_another_service or any(map(_of_another_service_of_aws, chain)):
         return False
-    code, status = _code(chain)
-    of_a_file = _of_obstore(error) and _INVALID_RANGE in text_of(error)
-    return code in ("InvalidRange", "416") or status == 416 or of_a_file
+    code, status = _code(chain, said)
+    return code in ("InvalidRange", "416") or status == 416 or said.past_the_end
 
 
-def _of_another_service(chain: list[BaseException]) -> bool:
-    """Whether a service for credentials answered, not the store."""
-    return any(
-        (_of_aws(e) and getattr(e, "operation_name", None) not in _S3_OPERATIONS)
-        or (_of_obstore(e) and any(t in text_of(e) for t in _LOOK_UPS))
-        for e in chain
-    )
+def _said(chain: list[BaseException], where: str) -> ObstoreError:
+    """Return the parts of the text of obstore's error, or none."""
+    found = (obstore_error(e, where.partition(" ")[2]) for e in chain)
+    return next((said for said in found if said is not None), ObstoreError())
+
+
+def _of_another_service_of_aws(error: BaseException) -> bool:
+    """Whether a service for credentials answered botocore, not the store."""
+    return _of_aws(error) and getattr(error, "operation_name", None) not in _S3_OPERATIONS
+
+
+def _of_gcsfs_403(error: BaseException) -> bool:
+    """Whether gcsfs got a 403. Its error has no status. A name is never at the beginning of an error's text."""
+    return type(error) is OSError and text_of(error).startswith("Forbidden: ")
 
 
 def _of_the_store(error: BaseException) -> bool:
     """Whether the store itself answered with a 404. Only for errors of no other service."""
-    return (
-        _of_aws(error) or type(error).__name__ in _NOT_FOUND or (_of_obstore(error) and _LIST_REQUEST in text_of(error))
-    )
+    return _of_aws(error) or type(error).__name__ in _NOT_FOUND
 
 
 def _of_a_page(error: BaseException) -> bool:
-    """Whether a 404 without a store's code has a body, as the page of an ingress. Some stores send no body.
+    """Whether botocore's error is for an answer with a body, as the page of an ingress. Some stores send no body.
 
-    gcsfs and web servers' libraries show none.
+    For an answer without a store's code. gcsfs and web servers' libraries show no body.
     """
-    if _of_aws(error):
-        headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})  # type: ignore[attr-defined]
-        of_head = str(getattr(error, "operation_name", "")).startswith("Head")
-        return not of_head and headers.get("content-length") != "0"
-    found = _MISSING_IN_TEXT.search(text_of(error).partition(_RUST)[0]) if _of_obstore(error) else None
-    return found is not None and found["body"].strip() != "" and _MISSING_IN_JSON.match(found["body"]) is None
+    if not _of_aws(error):
+        return False
+    headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})  # type: ignore[attr-defined]
+    of_head = str(getattr(error, "operation_name", "")).startswith("Head")
+    return not of_head and headers.get("content-length") != "0"
 
 
 def _of_another_file(error: BaseException, where: str) -> bool:
@@ -348,36 +349,19 @@ def _as_folder(path: str) -> str:
     return f"/{path.strip('/')}/".replace("//", "/")
 
 
-def _of_a_gateway(chain: list[BaseException], where: str) -> bool:
+def _of_a_gateway(chain: list[BaseException], where: str, said: ObstoreError) -> bool:
     """Whether the answer to a listing, an upload or a get, or any answer of GCS in JSON, is another service's page."""
     if any(isinstance(e, json.JSONDecodeError) for e in chain):
         return re.match(r"(?!open )\S+ (gs|gcs)://", where) is not None  # opening a store may read a file in JSON
-    return where.startswith(("list", "put", "get")) and any(
-        (_of_obstore(e) and _OTHER_ANSWER.search(text_of(e))) or (isinstance(e, KeyError) and e.args[:1] in _LACKING)
-        for e in chain
-    )
+    lacking = any(isinstance(e, KeyError) and e.args[:1] in _LACKING for e in chain)
+    return where.startswith(("list", "put", "get")) and (said.of_a_gateway or lacking)
 
 
 def _of_aws(error: BaseException) -> bool:
     return isinstance(getattr(error, "response", None), Mapping)  # botocore's ClientError
 
 
-def _unanswered(chain: list[BaseException], status: int | None) -> bool:
-    return status is None and any(_of_obstore(e) and any(t in text_of(e) for t in _NO_ANSWER) for e in chain)
-
-
-def _errno(error: BaseException) -> int | None:
-    if isinstance(error, OSError):
-        return error.errno
-    found = _ERRNO_IN_TEXT.search(text_of(error).partition(_RUST)[0]) if _of_obstore(error) else None
-    return int(found[1]) if found else None
-
-
-def _of_obstore(error: BaseException) -> bool:
-    return _RUST in text_of(error) or type(error).__module__.startswith("obstore")
-
-
-def _code(chain: list[BaseException]) -> tuple[str, int | None]:
+def _code(chain: list[BaseException], said: ObstoreError) -> tuple[str, int | None]:
     """(S3's error code or "", HTTP status or None)."""
     for e in chain:
         response = getattr(e, "response", None)  # botocore's ClientError
@@ -389,14 +373,7 @@ def _code(chain: list[BaseException]) -> tuple[str, int | None]:
             status = _status(getattr(e, field, None))
             if status is not None:
                 return "", status
-        if _of_obstore(e):
-            text = text_of(e).partition(_RUST)[0]
-            if _REDIRECT in text:
-                return "PermanentRedirect", 301
-            found, named = _IN_TEXT.search(text), _CODE_IN_TEXT.search(text)
-            if found or named:
-                return named[named.lastindex or 0] if named else "", int(found["status"]) if found else None
-    return "", None
+    return said.code, said.status
 
 
 def _status(value: object) -> int | None:
@@ -408,7 +385,7 @@ def _status(value: object) -> int | None:
 def _detail(chain: list[BaseException], code: str, status: int | None, redact: Redactor) -> str:
     root = chain[-1]
     # Redacted before the text is cut: half a credential would not be recognised.
-    text = " ".join(redact(text_of(root).partition(_RUST)[0]).split()) or redact(json.dumps(repr(root)))
+    text = " ".join(redact(text_of(root).partition(RUST)[0]).split()) or redact(json.dumps(repr(root)))
     text = redact_text(text)
     short = text if len(text) <= _DETAIL else f"{text[:_DETAIL]}…"
     what = code or (f"HTTP {status}" if status is not None else "")

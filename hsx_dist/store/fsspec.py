@@ -33,7 +33,17 @@ from hsx_dist.store.base import (
     require_missing,
     stated_size,
 )
-from hsx_dist.store.faults import Redactor, after_renewal, expired, outdated, past_the_end, shown_cause, translate
+from hsx_dist.store.faults import (
+    NoBucket,
+    Redactor,
+    after_renewal,
+    expired,
+    outdated,
+    past_the_end,
+    shown_cause,
+    translate,
+    unless_missing,
+)
 from hsx_dist.store.pages import Pages, in_order, name_below, objects_of_gcs, put_in_order
 from hsx_dist.store.upload_answers import require_stored
 from hsx_dist.store.web_answers import bounding_answers
@@ -158,11 +168,8 @@ class FsspecStore:
 
     def delete(self, name: str) -> None:
         path = self._path(name)
-        try:
+        with unless_missing():
             self._call("delete", name, lambda: self._fs.rm_file(path, **self._limit()))
-        except NotFound as e:
-            if "there is no bucket" in str(e):
-                raise
 
     def version(self, name: str) -> str:
         """See ``Conditional``: S3's ETag, GCS's generation."""
@@ -364,15 +371,11 @@ class FsspecStore:
                     todo.append((path, folder))
 
     def _ls(self, prefix: str, folder: str, above: str) -> Sequence[Mapping[str, Any]]:
-        """List ``folder``. Returns nothing if the folder does not exist and the listing of ``above`` lacks it.
-
-        ``above``: the parent folder; empty for the first folder.
-        """
-
+        """List ``folder``. Returns nothing if neither it nor its entry in the parent folder ``above`` exists."""
         try:
             return self._listed(prefix, folder)
         except NotFound as e:
-            if "there is no bucket" in str(e):
+            if isinstance(e, NoBucket):
                 raise
             missing = e
         above = above or folder.rpartition("/")[0]
@@ -419,7 +422,7 @@ class FsspecStore:
             try:
                 return call()
             except Exception as e:
-                if past_end is not None and past_the_end(e):
+                if past_end is not None and past_the_end(e, f"{verb} {self.url}/{name}"):
                     return past_end
                 raise
 

@@ -26,7 +26,16 @@ from hsx_dist.store.base import (
     not_conditional,
     require_missing,
 )
-from hsx_dist.store.faults import Redactor, after_renewal, expired, past_the_end, redirected, shown_cause, translate
+from hsx_dist.store.faults import (
+    Redactor,
+    after_renewal,
+    expired,
+    past_the_end,
+    redirected,
+    shown_cause,
+    translate,
+    unless_missing,
+)
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.obstore_connection import Connection, NotTranslated
 from hsx_dist.store.obstore_options import connect
@@ -162,11 +171,8 @@ class ObstoreStore:
         if self._scheme == "file":
             LocalStore(self._bucket).delete(name)  # obstore's delete follows links
             return
-        try:
+        with unless_missing():
             self._call("delete", name, lambda obs, client: obs.delete(client, path))
-        except NotFound as e:
-            if "there is no bucket" in str(e):
-                raise
 
     def version(self, name: str) -> str:
         return self._conditional().version(name)
@@ -343,7 +349,7 @@ class ObstoreStore:
         except BaseException as e:
             if not is_error(e):
                 raise
-            if past_end is not None and past_the_end(e):
+            if past_end is not None and past_the_end(e, f"{verb} {self.url}/{name}"):
                 return past_end
             self._redact.learn(connection.secrets)
             # Do not keep the error in a variable: its frame would refer to it until the garbage collector runs, and the
@@ -352,19 +358,20 @@ class ObstoreStore:
 
     def _translated(self, error: BaseException, verb: str, name: str, connection: Connection) -> HsxError:
         """Translate a back end's error into the store's."""
-        result = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
+        where = f"{verb} {self.url}/{name}"
+        result = translate(error, where, self._bucket, self._redact)
         if verb not in ("put-if-absent", "put-version") and isinstance(result, AlreadyExists):
-            result = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error).splitlines()[0])}")
-        return after_renewal(result, lambda: self._mended(error, connection))
+            result = StoreError(f"{where}: {self._redact(str(error).splitlines()[0])}")
+        return after_renewal(result, lambda: self._mended(error, where, connection))
 
-    def _mended(self, error: BaseException, failed: Connection) -> bool:
+    def _mended(self, error: BaseException, where: str, failed: Connection) -> bool:
         """Look up the region or the credentials again. Returns whether a retry of the call may succeed."""
         region = None
-        if redirected(error):
+        if redirected(error, where):
             region = failed.region()
             if region is None:
                 return False
-        elif not (expired(error) and failed.renewable):
+        elif not (expired(error, where) and failed.renewable):
             return False
         with self._lock:
             if self._connection is failed:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
-from hsx_dist.store.faults import Redactor, expired, translate
+from hsx_dist.store.faults import NoBucket, Redactor, expired, translate
 
 _NOTHING = Redactor({}, {})
 
@@ -46,7 +46,7 @@ def _caused(outer: Exception, cause: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("error", "kind", "says"),
     [
-        (_caused(FileNotFoundError("x"), ClientError("NoSuchBucket", 404)), NotFound, "there is no bucket 'bkt'. Make"),
+        (_caused(FileNotFoundError("x"), ClientError("NoSuchBucket", 404)), NoBucket, "there is no bucket 'bkt'. Make"),
         (_caused(FileNotFoundError("x"), ClientError("NoSuchKey", 404)), NotFound, "there is no such object"),
         (FileNotFoundError("x"), NotFound, "there is no such object"),
         (_caused(OSError(errno.EINVAL, "x"), ClientError("PreconditionFailed", 412)), AlreadyExists, "got one"),

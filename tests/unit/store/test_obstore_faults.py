@@ -10,37 +10,52 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError, UnauthenticatedError
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
-from hsx_dist.store.faults import Redactor, expired, past_the_end, redirected, translate
+from hsx_dist.store.faults import NoBucket, Redactor, expired, past_the_end, redirected, translate
 from hsx_dist.store.obstore import ObstoreStore
 
 _RUST = "\n\nDebug source:\nGeneric {\n    store: 503 <Code>SlowDown</Code>,\n}"
 
 
-def _said(status: str, code: str = "") -> str:
-    body = f'<?xml version="1.0"?>\n<Error><Code>{code}</Code><Message>no</Message></Error>' if code else ""
-    return f"Error performing PUT http://h/b/o in 1ms - Server returned non-2xx status code: {status}: {body}{_RUST}"
+_LACKED = "The operation lacked valid authentication credentials for path"
+_PROVIDER = "External AWS credential provider"
+_SENT = "Generic S3 error: Error performing PUT http://h/o in 1ms, after 1 retries, max_retries: 1, retry_timeout: 2s "
+_BULK = "Generic S3 error: DeleteObjects request failed for key o"
+_BEGINNINGS: dict[type[Exception], str] = {
+    FileNotFoundError: "Object at location o not found",
+    AlreadyExistsError: "Object at location o already exists",
+    PermissionDeniedError: "The operation lacked the necessary privileges to complete for path o",
+    UnauthenticatedError: f"{_LACKED} o",
+    GenericError: "Generic S3 error",
+}
+
+
+def _error(kind: type[Exception], status: str, code: str = "", step: str = "", body: str = "") -> Exception:
+    if code:
+        body = f'<?xml version="1.0"?>\n<Error><Code>{code}</Code><Message>no</Message></Error>'
+    request = f"{step}Error performing PUT http://h/b/o in 1ms - "
+    return kind(f"{_BEGINNINGS[kind]}: {request}Server returned non-2xx status code: {status}: {body}{_RUST}")
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "says"),
     [
-        (FileNotFoundError(_said("404 Not Found", "NoSuchBucket")), NotFound, "there is no bucket 'bkt'. Make"),
-        (GenericError(_said("404 Not Found", "NoSuchBucket")), NotFound, "there is no bucket 'bkt'. Make"),
-        (FileNotFoundError(_said("404 Not Found")), NotFound, "there is no such object"),
-        (AlreadyExistsError(_said("412 Precondition Failed", "PreconditionFailed")), AlreadyExists, "got one"),
-        (AlreadyExistsError(_said("409 Conflict", "ConditionalRequestConflict")), Unavailable, "cannot answer now"),
-        (FileNotFoundError(_said("404 Not Found", "NoSuchUpload")), Unavailable, "cannot answer now"),
-        (PermissionDeniedError(_said("403 Forbidden", "SignatureDoesNotMatch")), Denied, "Check the credentials"),
-        (GenericError(_said("403 Forbidden")), Denied, "Check the credentials"),
-        (GenericError(f"DeleteObjects failed: no (code: AccessDenied){_RUST}"), Denied, "Check the credentials"),
-        (UnauthenticatedError(f"External AWS credential provider: gone{_RUST}"), Denied, "Check the credentials"),
-        (GenericError(_said("503 Service Unavailable", "SlowDown")), Unavailable, "cannot answer now"),
-        (GenericError(_said("500 Internal Server Error")), Unavailable, "cannot answer now"),
-        (GenericError(f"after 1 retries - HTTP error: error sending request{_RUST}"), Unavailable, "no answer"),
-        (GenericError(_said("501 Not Implemented", "NotImplemented")), StoreError, "NotImplemented"),
-        (GenericError(_said("400 Bad Request", "BadDigest")), Unavailable, "cannot answer now"),
-        (GenericError(_said("301 Moved Permanently", "PermanentRedirect")), StoreError, "another region"),
-        (GenericError(_said("400 Bad Request", "InvalidArgument")), StoreError, "InvalidArgument"),
+        (_error(FileNotFoundError, "404 Not Found", "NoSuchBucket"), NoBucket, "there is no bucket 'bkt'. Make"),
+        (_error(GenericError, "404 Not Found", "NoSuchBucket"), NoBucket, "there is no bucket 'bkt'. Make"),
+        (_error(FileNotFoundError, "404 Not Found"), NotFound, "there is no such object"),
+        (_error(AlreadyExistsError, "412 Precondition Failed", "PreconditionFailed"), AlreadyExists, "got one"),
+        (_error(AlreadyExistsError, "409 Conflict", "ConditionalRequestConflict"), Unavailable, "cannot answer now"),
+        (_error(FileNotFoundError, "404 Not Found", "NoSuchUpload"), Unavailable, "cannot answer now"),
+        (_error(PermissionDeniedError, "403 Forbidden", "SignatureDoesNotMatch"), Denied, "Check the credentials"),
+        (_error(GenericError, "403 Forbidden"), Denied, "Check the credentials"),
+        (GenericError(f"{_BULK}: no (code: AccessDenied){_RUST}"), Denied, "Check the credentials"),
+        (UnauthenticatedError(f"{_LACKED} {_PROVIDER}: gone{_RUST}"), Denied, "Check the credentials"),
+        (_error(GenericError, "503 Service Unavailable", "SlowDown"), Unavailable, "cannot answer now"),
+        (_error(GenericError, "500 Internal Server Error"), Unavailable, "cannot answer now"),
+        (GenericError(f"{_SENT} - HTTP error: error sending request{_RUST}"), Unavailable, "no answer"),
+        (_error(GenericError, "501 Not Implemented", "NotImplemented"), StoreError, "NotImplemented"),
+        (_error(GenericError, "400 Bad Request", "BadDigest"), Unavailable, "cannot answer now"),
+        (_error(GenericError, "301 Moved Permanently", "PermanentRedirect"), StoreError, "another region"),
+        (_error(GenericError, "400 Bad Request", "InvalidArgument"), StoreError, "InvalidArgument"),
     ],
 )
 def test_kinds(error: Exception, kind: type[StoreError], says: str) -> None:
@@ -51,18 +66,18 @@ def test_kinds(error: Exception, kind: type[StoreError], says: str) -> None:
 
 
 def test_a_conflict_without_a_code_passes_for_a_call_that_reads() -> None:
-    error = AlreadyExistsError(_said("409 Conflict"))
+    error = _error(AlreadyExistsError, "409 Conflict")
     assert type(translate(error, "head s3://bkt/o", "bkt", Redactor({}, {}))) is Unavailable
     assert type(translate(error, "put-if-absent s3://bkt/o", "bkt", Redactor({}, {}))) is AlreadyExists
 
 
 def test_azures_log_in_service_does_not_say_that_an_object_is_missing() -> None:
-    said = f"Server returned non-2xx status code: 404 Not Found: <Error><Code>ContainerNotFound</Code></Error>{_RUST}"
     for what, kind in (("token", Denied), ("list", NotFound)):
-        error = GenericError(f"Generic MicrosoftAzure error: Error performing {what} request: {said}")
+        error = _error(GenericError, "404 Not Found", "ContainerNotFound", f"Error performing {what} request: ")
         assert type(translate(error, "list az://bkt/o", "bkt", Redactor({}, {}))) is kind
-    lost = GenericError(f"Error performing token request: HTTP error: error sending request{_RUST}")
-    assert type(translate(lost, "list az://bkt/o", "bkt", Redactor({}, {}))) is Unavailable
+    lost = "Error performing token request: Error performing POST REDACTED in 1ms - HTTP error: error sending request"
+    error = GenericError(f"Generic MicrosoftAzure error: {lost}{_RUST}")
+    assert type(translate(error, "list az://bkt/o", "bkt", Redactor({}, {}))) is Unavailable
 
 
 @pytest.mark.parametrize(
@@ -76,17 +91,19 @@ def test_azures_log_in_service_does_not_say_that_an_object_is_missing() -> None:
     ],
 )
 def test_the_body_of_a_404_distinguishes_the_store_from_a_gateway(body: str, kind: type[StoreError]) -> None:
-    said = f"Error performing GET http://h/b/o in 1ms - Server returned non-2xx status code: 404 Not Found: {body}"
-    for error in (FileNotFoundError(said + _RUST), GenericError(f"Error performing list request: {said}{_RUST}")):
+    missing = _error(FileNotFoundError, "404 Not Found", body=body)
+    listing = _error(GenericError, "404 Not Found", step="Error performing list request: ", body=body)
+    for error in (missing, listing):
         assert type(translate(error, "list gs://bkt/o", "bkt", Redactor({}, {}))) is kind
 
 
 def test_what_can_be_mended() -> None:
-    assert expired(GenericError(_said("400 Bad Request", "ExpiredToken")))
-    assert not expired(GenericError(_said("400 Bad Request", "InvalidToken")))
-    assert redirected(GenericError(_said("301 Moved Permanently", "PermanentRedirect")))
-    assert not redirected(GenericError(_said("503 Slow", "SlowDown")))
-    assert past_the_end(GenericError(_said("416 Range Not Satisfiable", "InvalidRange")))
+    where = "put s3://bkt/o"
+    assert expired(_error(GenericError, "400 Bad Request", "ExpiredToken"), where)
+    assert not expired(_error(GenericError, "400 Bad Request", "InvalidToken"), where)
+    assert redirected(_error(GenericError, "301 Moved Permanently", "PermanentRedirect"), where)
+    assert not redirected(_error(GenericError, "503 Slow", "SlowDown"), where)
+    assert past_the_end(_error(GenericError, "416 Range Not Satisfiable", "InvalidRange"), where)
 
 
 def test_an_error_that_was_handled_is_gone_at_once(tmp_path: Path) -> None:
