@@ -16,8 +16,8 @@ _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 class BoundedResponse(aiohttp.ClientResponse):
     """An answer whose body has at most the bytes that its request's ``Range`` names.
 
-    A server without ranges sends the whole object with the status 200. If it is no larger than the range, it is the
-    asked bytes, unless it is a page.
+    A server without ranges sends the whole object with the status 200. If it is no larger than a range from the
+    object's beginning, it is the asked bytes, unless it is a page.
     """
 
     _whole_suffices = True
@@ -42,7 +42,7 @@ class BoundedResponse(aiohttp.ClientResponse):
             async for piece in self.content.iter_any():
                 found += piece
                 require_at_most(where, stop - start if start == 0 or not whole else 0, len(found))
-            if not whole:
+            if not whole or start:  # an empty answer does not show that the object is shorter
                 require_part(where, part, start, stop, len(found))
         except BaseException:
             self.close()  # without the rest of the body

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from hsx_dist.errors import NotFound, StoreError, Unavailable
+from hsx_dist.errors import AlreadyExists, NotFound, StoreError, Unavailable
 from hsx_dist.format.presence import exists
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.base import Conditional, stated_size
@@ -194,6 +194,35 @@ def test_a_404_to_a_head_is_confirmed_by_a_get(backend: Backend, content: bytes)
         assert exists(store, "a")
         assert not exists(store, "b")
         assert requests == ["HEAD", "HEAD", "GET"]
+
+
+_EXISTS = b'<?xml version="1.0"?>\n<Error><Code>PreconditionFailed</Code><Message>no</Message></Error>'
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+@pytest.mark.parametrize(
+    ("status", "body", "of_the_store"),
+    [
+        (412, b"<html>Blocked</html>", False),
+        (409, b"<html>Blocked</html>", False),
+        (409, b'{"message": "Conflict"}', False),
+        (412, _EXISTS, True),
+        (412, b"", True),
+    ],
+)
+def test_only_the_store_says_that_a_condition_does_not_hold(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend, status: int, body: bytes, of_the_store: bool
+) -> None:
+    """A caller takes the object for stored by another writer, and no retry stores it."""
+    monkeypatch.setattr(Unproven, "status", status)
+    monkeypatch.setattr(Unproven, "body", body)
+    with served(Unproven) as url:
+        store: Any = open_store("s3://b/r", s3_options(url), backend=backend, retry_seconds=0)
+        with pytest.raises(AlreadyExists if of_the_store else Unavailable):
+            store.put_if_absent("a", b"x")
+        for call in (lambda: store.put_version("a", [b"x"], "1"), lambda: store.delete_version("a", "1")):
+            with nullcontext() if of_the_store else pytest.raises(Unavailable):
+                assert not call()
 
 
 @pytest.mark.parametrize("backend", ["obstore", "fsspec"])

@@ -99,6 +99,14 @@ def test_a_web_server_without_ranges_sends_the_whole_object(
                 store.get_ranges("a", [(start, start + 2)])
 
 
+def test_an_empty_answer_is_not_the_middle_of_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no HTML, and no larger than the range."""
+    for name, value in (("page", b""), ("kind", "application/octet-stream"), ("left", 1)):
+        monkeypatch.setattr(Paged, name, value)
+    with served(Paged) as url:
+        assert _store(url, "http").get_ranges("a", [(5, 8)]) == [_DATA[5:8]]
+
+
 @pytest.mark.parametrize(
     ("status", "said", "part"),
     [
