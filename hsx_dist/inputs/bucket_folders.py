@@ -11,22 +11,13 @@ from typing import Any
 
 from hsx_dist.config import public_url
 from hsx_dist.errors import ConfigError, StoreError
-from hsx_dist.inputs.sources import VERSION, innermost
+from hsx_dist.inputs.file_systems import VERSION, innermost, schemes_of
 from hsx_dist.store.base import ObjectInfo, stated_size
 from hsx_dist.store.pages import Pages, listed, name_below, pages_of_gcs, put_in_order
+from hsx_dist.text import head
 
 #: Objects with what the service says about them, and folders with nothing.
 _Entries = Iterator[tuple[ObjectInfo, Mapping[str, Any] | None]]
-
-
-def in_bucket(fs: Any) -> bool:
-    """Whether a file system of fsspec, perhaps behind a cache, reads S3 or GCS."""
-    return bool(_schemes(fs) & {"s3", "gs"})
-
-
-def _schemes(fs: Any) -> set[str]:
-    schemes = getattr(innermost(fs), "protocol", ())
-    return {schemes} if isinstance(schemes, str) else set(schemes)
 
 
 class BucketFolders:
@@ -34,7 +25,7 @@ class BucketFolders:
 
     def __init__(self, fs: Any) -> None:
         self._fs, self._bucket = fs, innermost(fs)
-        self._is_s3 = "s3" in _schemes(fs)
+        self._is_s3 = "s3" in schemes_of(fs)
         self._entries = self._of_s3 if self._is_s3 else self._of_gcs
         self._pages = Pages()
         self._found: dict[str, list[dict[str, Any]]] = {}
@@ -74,6 +65,11 @@ class BucketFolders:
             for info, said in self._entries(bucket, prefix, where):
                 name_below(prefix, info.name, where)
                 name = f"{bucket}/{info.name}"
+                if self._bucket.split_path(name)[1].rstrip("/") != info.name.rstrip("/"):
+                    raise ConfigError(
+                        f"{where}: expected keys without a version, got the key {head(info.name, 200)!r}, for which "
+                        "fsspec opens another object. Rename it"
+                    )
                 infos[info.name] = (
                     {"name": name.removesuffix("/"), "size": 0, "type": "directory", "StorageClass": "DIRECTORY"}
                     if said is None

@@ -59,7 +59,15 @@ class ZipFolders:
             name, kind = member.filename.rstrip("/"), "directory" if member.is_dir() else "file"
             check_path(name, "a zip file")
             steps = name.split("/")
-            if (no_name := next((i for i, step in enumerate(steps) if step in (".", "..")), None)) is not None:
+            if kind == "directory" and member.file_size:
+                raise ConfigError(
+                    "input.path: expected folders without bytes in a zip file, got the folder "
+                    f"{head(member.filename, 200)!r} of {member.file_size} bytes. Write it as a file"
+                )
+            no_name = next((i for i, step in enumerate(steps) if step in (".", "..")), None)
+            if name.startswith("zip://"):
+                no_name = 0  # fsspec opens the member without this beginning
+            if no_name is not None:
                 folder = "/".join(steps[:no_name]).rstrip("/")
                 if kind == "file":
                     self._nameless.setdefault(folder, name)

@@ -19,7 +19,8 @@ from fsspec.implementations.zip import ZipFileSystem
 from hsx_dist.config import InputConfig, public_url
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.names import MAX_LABEL
-from hsx_dist.inputs.bucket_folders import BucketFolders, in_bucket
+from hsx_dist.inputs.bucket_folders import BucketFolders
+from hsx_dist.inputs.file_systems import file_info, in_bucket, is_web, name_of
 from hsx_dist.inputs.folder_limits import ZipFolders, check_listed, check_path
 from hsx_dist.inputs.sources import (
     ARCHIVES,
@@ -30,12 +31,10 @@ from hsx_dist.inputs.sources import (
     InputSource,
     check_file,
     ending,
-    file_info,
     file_system,
-    unsigned,
     with_config_errors,
 )
-from hsx_dist.inputs.web import check_web_file, is_web, no_web_file
+from hsx_dist.inputs.web import check_web_file, no_web_file
 from hsx_dist.text import head
 
 #: Limit in bytes of a saved data set's list of its files.
@@ -79,7 +78,7 @@ def _find(config: InputConfig, shown: str) -> Input:
         # First without globbing: * and [ may be letters of a name, and ? begins the query of an http URL.
         info = file_info(fs, path)
     except FileNotFoundError:
-        if is_web(path):
+        if is_web(fs):
             # In an IPv6 address and a query, other characters of globs are usual.
             if "*" in shown:
                 raise no_web_file(shown, "a glob") from None
@@ -95,7 +94,7 @@ def _find(config: InputConfig, shown: str) -> Input:
             found = {name: kind for name, kind in found.items() if kind != "directory"}
         sources = _of_many(config, fs, found, base)
     else:
-        if is_web(path):
+        if is_web(fs):
             check_web_file(info, shown)
         if info["type"] == "directory":
             sources = _of_folder(config, fs, path)
@@ -107,7 +106,8 @@ def _find(config: InputConfig, shown: str) -> Input:
         else:
             _refuse_split(config)
             path = fs.with_scheme(path) if isinstance(fs, BucketFolders) else path
-            sources = [InputSource(stem(path), (path,), _format(path, config.format) or "jsonl")]
+            name = name_of(fs, path)
+            sources = [InputSource(stem(name), (path,), _format(name, config.format) or "jsonl")]
     if not sources:
         raise ConfigError(
             f"input.path: expected files of rows at {shown}, got none. Name them (jsonl, txt, parquet, arrow; or "
@@ -252,7 +252,7 @@ def _kind_of_target(fs: Any, path: str) -> Any:
 def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> list[InputSource]:
     sources = []
     for path, kind in sorted(found.items()):
-        name = unsigned(path).removeprefix(unsigned(base)).strip("/")
+        name = name_of(fs, path).removeprefix(name_of(fs, base)).strip("/")
         if kind == "directory":
             if config.format not in ("auto", "dataset") or not _listed(fs, path, _STATE):
                 raise ConfigError(
@@ -260,10 +260,10 @@ def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> 
                     "for its files (FOLDER/**), or a glob that does not match it (*.jsonl)"
                 )
             sources.append(_saved(fs, path, name))
-        elif (form := _format(path, config.format)) is not None:
+        elif (form := _format(name, config.format)) is not None:
             sources.append(InputSource(COMPRESSED.sub("", name).removesuffix(_suffix(name)) or name, (path,), form))
         elif config.format == "auto":
-            _check_no_rows(path)
+            _check_no_rows(name, path)
     return sources
 
 
@@ -337,12 +337,12 @@ def _json(fs: Any, path: str) -> dict[str, Any]:
     return found
 
 
-def _format(path: str, asked: str) -> Format | None:
+def _format(name: str, asked: str) -> Format | None:
     """Return the format of a file, or None for a file that is not part of the input.
 
     ``rows.jsonl.lz4`` has the format of ``rows.jsonl``: opening it raises an error that names the known compressions.
     """
-    known = _FORMATS.get(_suffix(_REFUSED.sub("", COMPRESSED.sub("", unsigned(path)))))
+    known = _FORMATS.get(_suffix(_REFUSED.sub("", COMPRESSED.sub("", name))))
     if asked == "auto":
         return known
     if asked == "dataset":
@@ -351,10 +351,10 @@ def _format(path: str, asked: str) -> Format | None:
     return asked if known in (None, asked) or (known in LINES and asked in LINES) else None  # type: ignore[return-value]
 
 
-def _check_no_rows(path: str) -> None:
+def _check_no_rows(name: str, path: str) -> None:
     """Raise ConfigError for a file such as ``rows.jsonl.gzip``, which is not read and may have rows."""
-    name, last = posixpath.splitext(COMPRESSED.sub("", unsigned(path)))
-    if _suffix(name) in _FORMATS and not _NO_ROWS.fullmatch(last):
+    root, last = posixpath.splitext(COMPRESSED.sub("", name))
+    if _suffix(root) in _FORMATS and not _NO_ROWS.fullmatch(last):
         raise ConfigError(
             "input.path: expected files of rows, plain or compressed as .gz, .zst, .xz or .bz2, got "
             f"{public_url(path)}. Rename or convert it, use a glob that does not match it, or set input.format to read "
@@ -362,12 +362,12 @@ def _check_no_rows(path: str) -> None:
         )
 
 
-def _suffix(path: str) -> str:
-    return ending(COMPRESSED.sub("", unsigned(path)))
+def _suffix(name: str) -> str:
+    return ending(COMPRESSED.sub("", name))
 
 
 def stem(path: str) -> str:
     """Return a file's name without folder and known endings: ``train`` for ``a/train.jsonl.zst``."""
-    name = COMPRESSED.sub("", unsigned(path).rstrip("/").rpartition("/")[2])
+    name = COMPRESSED.sub("", path.rstrip("/").rpartition("/")[2])
     root, suffix = posixpath.splitext(name)
     return (root if suffix.lower() in _FORMATS else name) or name

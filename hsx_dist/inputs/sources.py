@@ -20,8 +20,9 @@ from fsspec.implementations.local import LocalFileSystem
 from hsx_dist.config import InputConfig, is_local, public_url
 from hsx_dist.errors import ConfigError, FormatError, Unavailable
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
+from hsx_dist.inputs.file_systems import file_info, innermost, is_web, name_of
 from hsx_dist.inputs.read_ahead import check_fetched
-from hsx_dist.inputs.web import MOST_WHOLE, check_stream, is_web
+from hsx_dist.inputs.web import MOST_WHOLE, check_stream
 from hsx_dist.inputs.whole_file import WholeFile, require_size
 from hsx_dist.store.opening import ARCHIVE_SCHEMES, check_options
 from hsx_dist.store.web_answers import bounding_answers
@@ -31,8 +32,6 @@ Format = Literal["jsonl", "text", "parquet", "arrow"]
 _T = TypeVar("_T")
 #: Bytes of a file of lines that are read at once.
 _BUFFER = 1 << 18
-#: Separates the name of an object of S3 from its version.
-VERSION = "?versionId="
 COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz|lzma)$", re.IGNORECASE)
 LINES = ("jsonl", "text")
 ARCHIVES = frozenset({".zip", ".tar", ".7z", ".rar", ".lz4", ".sz", ".snappy", ".br", ".lz", ".z"}) | {
@@ -64,7 +63,7 @@ class Input:
     @property
     def is_plain(self) -> bool:
         """Whether all sources are lines that are not compressed."""
-        return all(s.format in LINES and not any(map(_is_compressed, s.files)) for s in self.sources)
+        return all(s.format in LINES and not any(map(self._is_compressed, s.files)) for s in self.sources)
 
     @property
     def max_row_bytes(self) -> int:
@@ -100,7 +99,7 @@ class Input:
             return file  # type: ignore[no-any-return]
 
         found = with_config_errors(opened, self.shown)
-        return _decompressed(found, ending(path), shown) if compressed else found
+        return _decompressed(found, self._ending(path), shown) if compressed else found
 
     def _checked(self, file: Any, shown: str, size: int | None, *, in_order: bool) -> Any:
         """Return ``file``, or a file over it, that raises ``Unavailable`` for other bytes than those asked for.
@@ -109,7 +108,7 @@ class Input:
         """
         is_local_file = isinstance(self._fs, LocalFileSystem)
         check_fetched(file, shown, in_order=in_order)
-        is_stream = is_web(str(getattr(file, "path", ""))) and file.size is None
+        is_stream = is_web(getattr(file, "fs", None)) and file.size is None
         if is_stream:
             check_stream(file, shown, size)
         elif size is not None and not is_local_file:
@@ -129,7 +128,7 @@ class Input:
             ConfigError: as ``stored_bytes``.
         """
         stored = self.stored_bytes(path)
-        return 0 if stored is None and _is_compressed(path) else stored
+        return 0 if stored is None and self._is_compressed(path) else stored
 
     def stored_bytes(self, path: str) -> int | None:
         """Return the stored (compressed) size of a file of a source, or None if the back end does not know it.
@@ -154,6 +153,12 @@ class Input:
             return min(members.getinfo(path.lstrip("/")).compress_size, members.start_dir)
 
         return with_config_errors(size, self.shown)
+
+    def _is_compressed(self, path: str) -> bool:
+        return self._ending(path) in (".gz", *DECOMPRESSORS)
+
+    def _ending(self, path: str) -> str:
+        return ending(name_of(self._fs, path))
 
 
 def found_again(config: InputConfig, sources: tuple[InputSource, ...]) -> Input:
@@ -212,7 +217,7 @@ def check_file(fs: Any, path: str) -> None:
     """
     if isinstance(fs, LocalFileSystem) and Path(path).exists() and not Path(path).is_file():
         raise ConfigError(f"input.path: expected a regular file, got a FIFO, socket or device: {path}. Remove it")
-    found = ending(COMPRESSED.sub("", unsigned(path)))
+    found = ending(COMPRESSED.sub("", name_of(fs, path)))
     if found in ARCHIVES:
         raise ConfigError(
             f"input.path: expected a file of rows, plain or compressed as .gz, .zst, .xz or .bz2, got {found}. "
@@ -238,21 +243,6 @@ def _zip_file(fs: Any) -> Any:
     return getattr(innermost(fs), "zip", None)
 
 
-def innermost(fs: Any) -> Any:
-    """Return the file system that caches and other file systems wrap, or the first of them that reads a zip file."""
-    while not hasattr(fs, "zip"):
-        inner = getattr(fs, "fs", None) or getattr(fs, "sync_fs", None)
-        if inner is None:
-            break
-        fs = inner
-    return fs
-
-
-def file_info(fs: Any, path: str) -> Any:
-    """Return what fsspec says about a file or folder. A cache lists the folder, which a web server may not do."""
-    return (innermost(fs) if is_web(path) else fs).info(path)
-
-
 def _decompressed(file: IO[bytes], ending: str, shown: str) -> IO[bytes]:
     """Return a file of lines, decompressed according to the ending of its name.
 
@@ -272,24 +262,9 @@ def _decompressed(file: IO[bytes], ending: str, shown: str) -> IO[bytes]:
     return io.BufferedReader(found, _BUFFER)
 
 
-def _is_compressed(path: str) -> bool:
-    return ending(path) in (".gz", *DECOMPRESSORS)
-
-
-def unsigned(path: str) -> str:
-    """Return a path without a query: the links of a web page may be signed, and keys must not have a signature.
-
-    A path without a scheme keeps what looks like an address (``a:b@c.jsonl``): two such files must not have the same
-    name. A URL of S3 loses only the version of its object.
-    """
-    if path.startswith("s3://"):
-        return path.partition(VERSION)[0]
-    return public_url(path) if "://" in path else path
-
-
-def ending(path: str) -> str:
+def ending(name: str) -> str:
     """Return the ending of a file's name, such as ``.gz``."""
-    return posixpath.splitext(unsigned(path))[1].lower()
+    return posixpath.splitext(name)[1].lower()
 
 
 def with_config_errors(do: Callable[[], _T], shown: str) -> _T:

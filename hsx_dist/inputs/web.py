@@ -14,11 +14,6 @@ from hsx_dist.store.partial_answers import PAGES, part_of
 MOST_WHOLE = 5 << 20
 
 
-def is_web(path: str) -> bool:
-    """Whether ``path`` of a file system is a URL of a web server."""
-    return path.startswith(("http://", "https://"))
-
-
 class WebRanges:
     """Fetches ranges of fsspec's ``file`` of known size. fsspec itself takes most answers for the asked bytes.
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from hsx_dist.errors import Unavailable
-from hsx_dist.inputs.web import WebRanges, is_web
+from hsx_dist.inputs.file_systems import is_web
+from hsx_dist.inputs.web import WebRanges
 
 
 class WholeFile(io.RawIOBase):
@@ -47,7 +48,7 @@ def whole_ranges(file: Any, shown: str) -> Callable[[int, int], bytes]:
 
     The function raises ``Unavailable`` for another answer.
     """
-    fetch = WebRanges(file, shown) if is_web(str(file.path)) else file._fetch_range
+    fetch = WebRanges(file, shown) if is_web(file.fs) else file._fetch_range
 
     def fetched(start: int, end: int) -> bytes:
         end = min(end, file.size)

@@ -109,6 +109,14 @@ def test_folders_and_globs_of_a_bucket(url: str, scheme: str) -> None:
         found(url, f"{scheme}://b/none/*.jsonl")
 
 
+def test_keys_that_look_like_versions_are_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """s3fs reads another object for such a key."""
+    for name in ("in/a?versionId=1.jsonl", "in/a?versionId=1/b.jsonl"):
+        monkeypatch.setattr(Bucket, "names", ("in/a", name))
+        with pytest.raises(ConfigError, match=r"got the key 'in/a\?versionId=1.*, for which fsspec opens another"):
+            found(url, "s3://b/in")
+
+
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_names_that_a_path_does_not_distinguish_are_refused(
     url: str, monkeypatch: pytest.MonkeyPatch, scheme: str

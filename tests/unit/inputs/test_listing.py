@@ -15,6 +15,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import fsspec
 import pytest
 import zstandard
 from fsspec.implementations.local import LocalFileSystem
@@ -25,6 +26,7 @@ from fsspec.utils import glob_translate
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError
 from hsx_dist.inputs import folder_limits, listing, sources
+from hsx_dist.inputs.file_systems import name_of
 from tests.unit.growth import check_linear
 from tests.unit.inputs.test_sources import keys, lines, read, saved, table
 
@@ -288,10 +290,45 @@ def test_a_member_with_such_a_step_refuses_only_listings_that_meet_it(tmp_path: 
             read(f"zip://{pattern}::{tmp_path}/in.zip")
 
 
+@pytest.mark.parametrize("pattern", ["", "**/*.jsonl"])
+@pytest.mark.usefixtures("in_process")
+def test_a_member_that_fsspec_opens_by_another_name_is_refused(tmp_path: Path, pattern: str) -> None:
+    """fsspec opens ``a.jsonl`` for ``zip://a.jsonl``. Its rows would be read twice, and others not."""
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as file:
+        file.writestr("a.jsonl", '{"text": "a"}')
+        file.writestr("zip://a.jsonl", '{"text": "b"}')
+    with pytest.raises(ConfigError, match=r"got the member 'zip://a\.jsonl'"):
+        read(f"zip://{pattern}::{tmp_path}/in.zip")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_folder_with_bytes_in_a_zip_file_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as file:
+        file.writestr("a.jsonl", '{"text": "a"}')
+        file.writestr("d/x.jsonl/", '{"text": "b"}')
+    with pytest.raises(ConfigError, match=r"got the folder 'd/x\.jsonl/' of 13 bytes"):
+        read(f"zip://::{tmp_path}/in.zip")
+
+
 def test_the_version_of_an_object_is_no_part_of_its_ending_or_key() -> None:
-    assert sources.ending("s3://b/rows.jsonl.gz?versionId=v1") == ".gz"
-    assert listing.stem("s3://b/10:30@rows.jsonl.gz?versionId=v1") == "10:30@rows"
-    assert sources.ending("https://h/rows.jsonl.gz?versionId=v1") == ".gz"
+    s3, web = (fsspec.filesystem(scheme, skip_instance_cache=True) for scheme in ("s3", "https"))
+    assert name_of(s3, "s3://b/10:30@rows.jsonl.gz?versionId=v1") == "s3://b/10:30@rows.jsonl.gz"
+    assert name_of(web, "https://h/rows.jsonl.gz?versionId=v1") == "https://h/rows.jsonl.gz"
+    for fs in (LocalFileSystem(), s3):
+        for path in ("b/rows?versionId=1.jsonl", "b/https://u:v@h/rows?page=1.jsonl"):
+            assert name_of(fs, path) == path
+
+
+@pytest.mark.parametrize("begin", ["https://", "s3://", "in/https://", "a::https://"])
+@pytest.mark.parametrize("name", ["e.com/rows?page=1", "e.com/rows#1", "k:v@b/rows", "b/rows?versionId=1", "b/r;s=1"])
+@pytest.mark.usefixtures("in_process")
+def test_a_member_whose_name_looks_like_a_url_is_read(tmp_path: Path, begin: str, name: str) -> None:
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as file:
+        file.writestr(f"{begin}{name}.jsonl", '{"text": "a"}')
+        file.writestr(f"{begin}{name}2.txt.gz", gzip.compress(b"b\n"))
+        file.writestr(f"{begin}other.jsonl", '{"text": "c"}')
+    found = {row.key: row.text for row in read(f"zip://::{tmp_path}/in.zip")}
+    assert sorted(found.values()) == ["a", "b", "c"]
 
 
 def test_a_name_that_looks_like_a_version_keeps_its_ending(tmp_path: Path) -> None:

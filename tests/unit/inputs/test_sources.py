@@ -332,7 +332,7 @@ def test_find_input_lists_the_files_without_reading_them(tmp_path: Path) -> None
 def test_keys_hold_nothing_of_a_url_but_the_name() -> None:
     """A server's index page may sign each of its links."""
     found = {f"https://u:hunter2@h/dir/{name}.jsonl?sig=hunter2": "file" for name in ("a", "b/c")}
-    sources = listing._of_many(InputConfig(), None, found, "https://u:hunter2@h/dir")
+    sources = listing._of_many(InputConfig(), fsspec.filesystem("https"), found, "https://u:hunter2@h/dir")
     assert [s.label for s in sources] == ["a", "b/c"]
 
 

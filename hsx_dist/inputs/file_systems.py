@@ -1,0 +1,54 @@
+"""What a file system of fsspec reads: a web server, a bucket, or a zip file.
+
+Decided by the file system alone. A member of a zip file, or a key of a bucket, may have a name that looks like a URL.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hsx_dist.config import public_url
+
+#: Separates the name of an object of S3 from its version.
+VERSION = "?versionId="
+
+
+def innermost(fs: Any) -> Any:
+    """Return the file system that caches and other file systems wrap, or the first of them that reads a zip file."""
+    while not hasattr(fs, "zip"):
+        inner = getattr(fs, "fs", None) or getattr(fs, "sync_fs", None)
+        if inner is None:
+            break
+        fs = inner
+    return fs
+
+
+def schemes_of(fs: Any) -> set[str]:
+    """Return the schemes of the URLs that a file system reads, perhaps behind a cache."""
+    schemes = getattr(innermost(fs), "protocol", ())
+    return {schemes} if isinstance(schemes, str) else set(schemes)
+
+
+def is_web(fs: Any) -> bool:
+    """Whether a file system, perhaps behind a cache, reads web servers. Its paths are URLs."""
+    return "https" in schemes_of(fs)
+
+
+def in_bucket(fs: Any) -> bool:
+    """Whether a file system, perhaps behind a cache, reads S3 or GCS."""
+    return not schemes_of(fs).isdisjoint(("s3", "gs"))
+
+
+def name_of(fs: Any, path: str) -> str:
+    """Return the path of a file of ``fs``, without the query of a URL and the version of an object of S3.
+
+    A URL may be signed, and keys must not have a signature. All other paths are names.
+    """
+    if is_web(fs):
+        return public_url(path)
+    return path.partition(VERSION)[0] if path.startswith("s3://") and in_bucket(fs) else path
+
+
+def file_info(fs: Any, path: str) -> Any:
+    """Return what fsspec says about a file or folder. A cache lists the folder, which a web server may not do."""
+    return (innermost(fs) if is_web(fs) else fs).info(path)
