@@ -46,10 +46,13 @@ _FORMATS: dict[str, Format] = {
 }  # fmt: skip
 #: Endings of files that accompany or back up a file of rows: ``rows.jsonl.md5``.
 _NO_ROWS = re.compile(
-    r"\.(md5|sha\d+|b2|blake3|crc(32c?)?|sum|sig|lock|idx|index|offsets|meta|metadata|schema|stats|info|dvc|license|"
+    r"\.((md5|sha\d+)(sum)?|b2|blake3|crc(32c?)?|sum|sig|asc|lock|idx|index|offsets|meta|metadata|schema|stats|info|dvc|license|"
     r"md|log|html|xml|ya?ml|toml|pdf|png|svg|py|bak|backup|old|orig|save|sw[op]|te?mp|.*~)",
     re.IGNORECASE,
 )
+#: An ending of ``_FORMATS`` anywhere in a path, as in Beam's ``rows.jsonl-00000-of-00002`` and Hadoop's
+#: ``rows.jsonl/part-0``.
+_MAY_HAVE_ROWS = re.compile(rf"({'|'.join(map(re.escape, _FORMATS))})(?![a-z])", re.IGNORECASE)
 _REFUSED = re.compile(rf"({'|'.join(map(re.escape, ARCHIVES))})$", re.IGNORECASE)
 #: Files that Hugging Face's ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` write into their folders.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -263,7 +266,7 @@ def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> 
         elif (form := _format(name, config.format)) is not None:
             sources.append(InputSource(COMPRESSED.sub("", name).removesuffix(_suffix(name)) or name, (path,), form))
         elif config.format == "auto":
-            _check_no_rows(name, path)
+            _check_no_rows(name)
     return sources
 
 
@@ -351,14 +354,14 @@ def _format(name: str, asked: str) -> Format | None:
     return asked if known in (None, asked) or (known in LINES and asked in LINES) else None  # type: ignore[return-value]
 
 
-def _check_no_rows(name: str, path: str) -> None:
-    """Raise ConfigError for a file such as ``rows.jsonl.gzip``, which is not read and may have rows."""
-    root, last = posixpath.splitext(COMPRESSED.sub("", name))
-    if _suffix(root) in _FORMATS and not _NO_ROWS.fullmatch(last):
+def _check_no_rows(name: str) -> None:
+    """Raise ConfigError for a file that is not read and may have rows: an archive, or ``rows.jsonl.part.0``."""
+    last = _suffix(name)
+    if (last in ARCHIVES or _MAY_HAVE_ROWS.search(name)) and not _NO_ROWS.fullmatch(last):
         raise ConfigError(
             "input.path: expected files of rows, plain or compressed as .gz, .zst, .xz or .bz2, got "
-            f"{public_url(path)}. Rename or convert it, use a glob that does not match it, or set input.format to read "
-            "it as it is"
+            f"{head(name, 400)!r}. Extract, rename or convert it, use a glob that does not match it, or set "
+            "input.format to read it as it is"
         )
 
 

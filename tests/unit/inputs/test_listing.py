@@ -77,8 +77,6 @@ def test_a_link_to_a_folder_is_refused_and_one_to_a_file_is_read(tmp_path: Path)
 
 def test_an_unknown_compression_in_a_folder_is_refused(tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", "a")
-    (tmp_path / "images.zip").write_bytes(b"no rows")
-    assert keys(tmp_path) == ["a:00000000"]
     (tmp_path / "b.jsonl.lz4").write_bytes(b"rows")
     with pytest.raises(ConfigError, match=r"got \.lz4"):
         read(tmp_path)
@@ -120,10 +118,26 @@ def test_a_file_that_may_have_rows_is_not_left_out(tmp_path: Path, ending: str) 
     for name in (f"b.txt.{ending}", f"more/b.Parquet.{ending.upper()}"):
         path = lines(tmp_path / name, "a")
         for place in (tmp_path, f"{tmp_path}/**"):
-            with pytest.raises(ConfigError, match=rf"compressed as .*, got .*{name}\. Rename"):
+            with pytest.raises(ConfigError, match=rf"compressed as .*, got '{name}'\. Extract, rename"):
                 read(place)
         assert keys(tmp_path / "*.jsonl") == ["a:00000000"]
         path.unlink()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "b.jsonl-00000-of-00002", "b.jsonl_1", "b.jsonl2", "b.jsonl (1)", "b.jsonl?part=1", "b.jsonl#x.bin",
+        "B.JSON-1.gz", "b.jsonl.part.0", "b.jsonl.gz.part.1", "b.jsonl.part-00000.gz", "b.jsonl.tmp.1", "b.jsonl.0.bin",
+        "b.jsonl/part-00000", "b.jsonl/part-00000.gz", "b.zip", "b.tar.gz", "b.TGZ", "b.tar", "b.7z",
+    ],
+)  # fmt: skip
+def test_a_file_that_may_have_rows_is_refused_by_its_whole_name(tmp_path: Path, name: str) -> None:
+    lines(tmp_path / "a.jsonl", "a")
+    lines(tmp_path / name, "a")
+    with pytest.raises(ConfigError, match=rf"expected files of rows.*, got '{re.escape(name)}'\. Extract, rename"):
+        read(tmp_path)
+    assert keys(tmp_path / "a*") == ["a:00000000"]
 
 
 def test_a_file_with_an_unknown_ending_is_read_if_the_user_chooses_it(tmp_path: Path) -> None:
@@ -143,6 +157,12 @@ def test_a_file_that_accompanies_rows_is_left_out(tmp_path: Path) -> None:
         "jsonl.bak",
         "jsonl.orig",
         "jsonl.tmp",
+        "jsonl.part.0.md5sum",
+        "jsonl.sig.asc",
+        "jsonl-0001.bak",
+        "zip.md5",
+        "jsonlist",
+        "jsonl.bak.gz",
     ]
     for ending in [*names, "jsonl~", "jsonl.~1~", "jsonl.gz~", "csv", "csv.gzip"]:
         lines(tmp_path / f"a.{ending}", "a")
