@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Callable
+from errno import errorcode
 from functools import cache, lru_cache
 from itertools import accumulate
 from numbers import Integral, Real
@@ -79,6 +81,17 @@ def text_of(value: object) -> str:
 def shown_error(error: BaseException) -> str:
     """Return the type and the text of an error of any library."""
     return f"{type(error).__name__}: {text_of(error)}"
+
+
+def os_reason(error: BaseException) -> str:
+    """Return the operating system's text for the number of a built-in ``OSError``, or the error's type.
+
+    Never the error's own text, in which libraries put a server's answer. Their own types use other numbers.
+    """
+    number = error.errno if isinstance(error, OSError) and type(error).__module__ == "builtins" else None
+    if number is not None and number in errorcode:
+        return os.strerror(number)
+    return type(error).__name__
 
 
 def first_line(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from hsx_dist.inputs.web import MOST_WHOLE, check_stream
 from hsx_dist.inputs.whole_file import WholeFile, require_size
 from hsx_dist.store.opening import ARCHIVE_SCHEMES, check_options
 from hsx_dist.store.web_answers import bounding_answers
-from hsx_dist.text import head
+from hsx_dist.text import head, os_reason
 
 Format = Literal["jsonl", "text", "parquet", "arrow"]
 _T = TypeVar("_T")
@@ -280,9 +280,5 @@ def with_config_errors(do: Callable[[], _T], shown: str) -> _T:
     except ImportError as e:
         came, todo = f"no support for its scheme ({e.name or 'a package'} is missing)", "Install the extra s3 or gcs"
     except Exception as e:  # noqa: BLE001 (all errors of back ends: raised before anything starts, without their text)
-        known = isinstance(e, OSError) and e.strerror
-        came, todo = (
-            (str(known) if known else type(e).__name__),
-            "Check the URL, the endpoint and input.storage_options",
-        )
+        came, todo = os_reason(e), "Check the URL, the endpoint and input.storage_options"
     raise ConfigError(f"input.path: expected a readable input at {shown}, got {came}. {todo}")

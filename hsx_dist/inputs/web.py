@@ -9,6 +9,7 @@ from fsspec.asyn import sync
 
 from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.store.partial_answers import PAGES, part_of
+from hsx_dist.text import head
 
 #: A file of at most so many bytes is fetched whole from a server that answers no ranges, such as Python's.
 MOST_WHOLE = 5 << 20
@@ -85,8 +86,8 @@ def check_stream(file: Any, shown: str, size: int | None) -> None:
     if answer.status == 200 and answer.content_type not in PAGES and right_size:
         return
     raise Unavailable(
-        f"expected {shown}, got another answer of its server (status {answer.status}, type {answer.content_type}). Try "
-        "again: stored rows are skipped"
+        f"expected {shown}, got another answer of its server (status {answer.status}, type "
+        f"{head(str(answer.content_type), 50)}). Try again: stored rows are skipped"
     )
 
 

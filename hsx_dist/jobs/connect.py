@@ -10,6 +10,7 @@ from typing import Any
 
 from hsx_dist.config import public_url
 from hsx_dist.errors import ConfigError
+from hsx_dist.text import bounded
 
 
 def connect_ray(run: str = "") -> None:
@@ -35,7 +36,7 @@ def connect_ray(run: str = "") -> None:
     except (ConnectionError, ValueError, RuntimeError) as e:
         raise ConfigError(
             f"RAY_ADDRESS: expected a Ray cluster at {public_url(address)!r}, got: "
-            f"{public_url(str(e))}. Start a cluster, or unset RAY_ADDRESS"
+            f"{bounded(public_url(str(e)))}. Start a cluster, or unset RAY_ADDRESS"
         ) from e
 
 

@@ -25,6 +25,7 @@ from hsx_dist.models.builtin import resolve_model
 from hsx_dist.models.weights import folder_weights, hub_commit
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.store import Store, open_store
+from hsx_dist.text import bounded
 from hsx_dist.tokenizers import template_hash, tokenizer_hash
 
 log = get_logger(__name__)
@@ -240,9 +241,10 @@ def _load_config(config: ExtractConfig, path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=trust)
     except (OSError, ValueError) as e:
+        why = bounded(public_url((str(e).splitlines() or [""])[0]), 200)
         raise ConfigError(
-            f"model: expected a Hugging Face id or a folder with a config.json, got {config.model!r}: "
-            f"{public_url(str(e).splitlines()[0])} Check the name, the access to the hub, or give a folder"
+            f"model: expected a Hugging Face id or a folder with a config.json, got {config.model!r}: {why} Check the "
+            "name, the access to the hub, or give a folder"
         ) from None
 
 

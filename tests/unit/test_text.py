@@ -6,6 +6,8 @@ import ast
 import json
 import math
 import re
+import socket
+import ssl
 import time
 import tracemalloc
 from fractions import Fraction
@@ -20,7 +22,7 @@ from hsx_dist.format.receipt import RowFate
 from hsx_dist.inputs import row_values
 from hsx_dist.page import Segment
 from hsx_dist.reading import Problem
-from hsx_dist.text import MAX_REASON, MAX_SHOWN, ascii_json, bounded, head, printable, printable_lines
+from hsx_dist.text import MAX_REASON, MAX_SHOWN, ascii_json, bounded, head, os_reason, printable, printable_lines
 from tests.harness.traced_memory import trace_memory
 
 HOSTILE = "a\x1b[2J\r\n\x7f\x9b31m\u202e\u2066\u200b\u2028\ufeff\U000e0041\ud800b"
@@ -164,3 +166,37 @@ def test_no_module_cuts_a_text_that_it_quotes() -> None:
         if cuts.search(line) and "redact_text(" not in line and "data[:24]" not in line  # bytes of an object
     ]
     assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(22, "a server's text"), "Invalid argument"),
+        (OSError(404, "a server's text"), "OSError"),
+        (OSError("a server's text"), "OSError"),
+        (ConnectionRefusedError(111, "Connect call failed ('h', 1)"), "Connection refused"),
+        (ssl.SSLError(1, "a server's text"), "SSLError"),
+        (socket.gaierror(-2, "a name"), "gaierror"),
+        (ValueError("a server's text"), "ValueError"),
+    ],
+)
+def test_the_reason_of_an_error_is_not_its_own_text(error: Exception, reason: str) -> None:
+    assert os_reason(error) == reason
+
+
+def test_only_errors_of_local_files_show_their_text() -> None:
+    """``strerror`` of an error of fsspec may be megabytes of a server's answer."""
+    folder = Path(hsx_dist.__file__).parent
+    own = re.compile(r"\.strerror\b(?!\()")
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if own.search(path.read_text())} == {
+        "config/loading.py",
+        "connector/locks.py",
+        "exporting/export.py",
+        "model_parts/model_files.py",
+        "models/builtin.py",
+        "models/weights.py",
+        "reading/object_lock.py",
+        "store/folders.py",
+        "store/local.py",
+        "store/output_file.py",
+    }

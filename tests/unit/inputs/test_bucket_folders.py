@@ -188,3 +188,25 @@ def test_a_listing_of_gcs_that_may_lack_names_is_refused(
     monkeypatch.setattr(Bucket, "odd_pages", pages)
     with pytest.raises(ConfigError, match=f"input.path: listing of b/in/: .*{says}"):
         found(url, "gs://b/in/*.jsonl")
+
+
+class _Refuses(Answers):
+    """Answers every request with a long text."""
+
+    def do_GET(self) -> None:
+        text = "a gateway's log: \x9b31m" + "A" * 100_000
+        body = (
+            f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>InvalidDigest</Code><Message>{text}</Message></Error>"
+        )
+        self.answer(404 if self.command == "HEAD" else 400, body.encode(), Content_Type="application/xml")
+
+    do_HEAD = do_GET
+
+
+def test_an_error_of_a_service_has_none_of_its_text() -> None:
+    with served(_Refuses) as url:
+        for path in ("s3://b/in", "s3://b/in/*.jsonl"):
+            with pytest.raises(ConfigError) as raised:
+                found(url, path)
+            assert "got Invalid argument. Check the URL" in str(raised.value)
+            assert len(str(raised.value)) < 300
