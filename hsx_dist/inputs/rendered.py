@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from secrets import token_hex
 from typing import Any
 
 from hsx_dist.errors import InputError
 from hsx_dist.inputs.chat_members import require_functions, require_text_and_calls
 from hsx_dist.inputs.row_values import kind_of, shown
 
+#: Begins each mark. Random, because a row with a mark could replace what a template leaves out.
+_BEGIN = f"hsx{token_hex(8)}x"
 #: Stands for a text of a message (of the whole content, or of a part), or for a name of a function.
-_MARK = "hsx{}{}{}mark"
-_FOUND = re.compile(r"hsx\d+(?:text|part|call|tool)\d+mark")
+_MARK = _BEGIN + "{}{}{}mark"
+_FOUND = re.compile(_BEGIN + r"\d+(?:text|part|call|tool)\d+mark")
 #: A part's mark in the Python code of a list.
-_AS_CODE = re.compile(r"(?:'text': |\[|, )'hsx\d+part\d+mark'")
+_AS_CODE = re.compile(rf"(?:'text': |\[|, )'{_BEGIN}\d+part\d+mark'")
 
 #: Thoughts at the beginning of a text: of Qwen3 and DeepSeek, EXAONE Deep, Magistral, Seed-OSS, Reka.
 _THOUGHT = re.compile(

@@ -11,6 +11,7 @@ import pytest
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import InputError
 from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs import rendered
 from hsx_dist.inputs.encode import RowEncoder, load_tokenizer
 from hsx_dist.inputs.rendered import require_texts
 from hsx_dist.inputs.rows import Row, rows_from
@@ -159,9 +160,22 @@ def test_the_first_form_of_a_text_is_taken(tokenizer: Any) -> None:
 
 
 def test_a_mark_in_a_row_does_not_change_the_order(tokenizer: Any) -> None:
-    call = {"function": {"name": "f", "arguments": {"a": "hsx9text9mark"}}}
+    call = {"function": {"name": "f", "arguments": {"a": f"{rendered._BEGIN}9text9mark"}}}
     chat = [{"role": "assistant", "content": "", "tool_calls": [call]}, *CHAT]
     encode_chat(tokenizer, SIMPLE.replace("RULE", "{% set c = c ~ m.tool_calls %}"), chat)
+
+
+def test_a_row_cannot_have_the_marks_of_what_a_template_leaves_out() -> None:
+    def render(messages: list[dict[str, Any]], _: list[Any] | None) -> str:
+        return "".join(m["role"] + m.get("reasoning", "") + m["content"] for m in messages)
+
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    # Marks are random: these have the form of earlier ones.
+    chat = [*CHAT, {"role": "assistant", "content": "a", "reasoning": "hsx1call0mark hsx0tool0mark"}]
+    with pytest.raises(InputError, match="leaves out a call of message 1"):
+        rendered.require_rendered([chat[0], {**chat[1], "tool_calls": [call]}], None, render)
+    with pytest.raises(InputError, match="renders tools, got a template that leaves them out"):
+        rendered.require_rendered(chat, TOOLS, render)
 
 
 def test_a_tokenizer_that_renders_no_text_is_not_judged(tokenizer: Any) -> None:
