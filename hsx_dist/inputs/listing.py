@@ -22,6 +22,7 @@ from hsx_dist.format.names import MAX_LABEL
 from hsx_dist.inputs.bucket_folders import BucketFolders
 from hsx_dist.inputs.file_systems import file_info, in_bucket, is_web, name_of
 from hsx_dist.inputs.folder_limits import ZipFolders, check_listed, check_path
+from hsx_dist.inputs.row_values import kind_of
 from hsx_dist.inputs.sources import (
     ARCHIVES,
     COMPRESSED,
@@ -135,9 +136,10 @@ def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
     if config.format in ("auto", "dataset"):
         # Not by fs.exists: it is false after any error, and a wrong answer changes which rows are read.
         if _listed(fs, folder, _SPLITS):
-            splits = _once(_json(fs, f"{folder}/{_SPLITS}")["splits"], folder)
+            splits = _names(_json(fs, f"{folder}/{_SPLITS}", "splits")["splits"], folder)
             if config.split is not None and config.split not in splits:
-                raise ConfigError(f"input.split: expected one of {', '.join(splits)}, got {config.split!r}. Choose one")
+                known = head(", ".join(splits), 400)
+                raise ConfigError(f"input.split: expected one of {known}, got {config.split!r}. Choose one")
             wanted = splits if config.split is None else [config.split]
             paths = _within(fs, folder, wanted)
             return [_saved(fs, path, split) for path, split in zip(paths, wanted, strict=True)]
@@ -272,13 +274,13 @@ def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> 
 
 def _saved(fs: Any, folder: str, label: str) -> InputSource:
     """Return the source of a ``Dataset.save_to_disk`` folder, whose state names Arrow files in the order of rows."""
-    state = _json(fs, f"{folder}/{_STATE}")
+    state = _json(fs, f"{folder}/{_STATE}", "_data_files")
     if state.get("_indices_data_files"):
         raise ConfigError(
             f"input.path: expected a saved data set with its rows in order, got a table of indices in "
             f"{public_url(folder)}, of an old version of datasets. Load it, call flatten_indices, and save it again"
         )
-    names = _once([item["filename"] for item in state["_data_files"]], folder)
+    names = _names([x.get("filename") if isinstance(x, dict) else None for x in state["_data_files"]], folder)
     if not names:
         raise ConfigError(
             f"input.path: expected a saved data set that names its files, got an empty list in {public_url(folder)}. "
@@ -287,9 +289,22 @@ def _saved(fs: Any, folder: str, label: str) -> InputSource:
     return InputSource(label, tuple(_within(fs, folder, names)), "arrow")
 
 
-def _once(names: list[Any], folder: str) -> list[Any]:
-    """Return ``names`` of a saved data set if none repeats. Called before files are read: repeating a name is cheap."""
-    for name, count in Counter(name for name in names if isinstance(name, str)).items():
+def _names(names: list[Any], folder: str) -> list[str]:
+    """Return ``names``, which a saved data set gives to files or splits directly in ``folder``.
+
+    Called before files are read: repeating a name is cheap.
+
+    Raises:
+        ConfigError: one is no such name, or repeats.
+    """
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0?#%]|::", name):
+            got = repr(head(name, 200)) if isinstance(name, str) else kind_of(name)
+            raise ConfigError(
+                f"input.path: expected names of files in {public_url(folder)}, got {got} in the saved data set's JSON. "
+                "Save the data set again, or name its files yourself (a glob such as *.arrow)"
+            )
+    for name, count in Counter(names).items():
         if count > 1:
             raise ConfigError(
                 f"input.path: expected different names of splits and files in {public_url(folder)}, got "
@@ -298,18 +313,8 @@ def _once(names: list[Any], folder: str) -> list[Any]:
     return names
 
 
-def _within(fs: Any, folder: str, names: Sequence[Any]) -> list[str]:
-    """Return the paths of ``names``, which a saved data set gives to files or splits directly in ``folder``.
-
-    Raises:
-        ConfigError: one is no such name, or a link that leads out of the folder.
-    """
-    for name in names:
-        if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0?#%]|::", name):
-            raise ConfigError(
-                f"input.path: expected names of files in {public_url(folder)}, got {head(str(name), 200)!r} in the "
-                "saved data set's JSON. Save the data set again, or name its files yourself (a glob such as *.arrow)"
-            )
+def _within(fs: Any, folder: str, names: Sequence[str]) -> list[str]:
+    """Return the paths of ``names`` in ``folder``. Raises ConfigError for a link that leads out of the folder."""
     paths = [f"{folder}/{name}" for name in names]
     if isinstance(fs, LocalFileSystem):
         real = Path(folder).resolve()  # once: it visits each folder above
@@ -323,19 +328,20 @@ def _within(fs: Any, folder: str, names: Sequence[Any]) -> list[str]:
     return paths
 
 
-def _json(fs: Any, path: str) -> dict[str, Any]:
+def _json(fs: Any, path: str, member: str) -> dict[str, Any]:
+    """Return the object in a JSON file, if its ``member`` is a list."""
     check_file(fs, path)
+    with fs.open(path, "rb") as file:
+        data = file.read(_LARGEST_LIST + 1)
     try:
-        with fs.open(path, "rb") as file:
-            data = file.read(_LARGEST_LIST + 1)
         if len(data) > _LARGEST_LIST:
             raise ValueError(f"more than {_LARGEST_LIST} bytes")
         found = json.loads(data)
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"input.path: expected JSON in {public_url(path)}, got {e}. Save the data set again") from e
-    if not isinstance(found, dict) or not isinstance(found.get("splits", found.get("_data_files")), list):
+    if not isinstance(found, dict) or not isinstance(found.get(member), list):
         raise ConfigError(
-            f"input.path: expected a list of splits or files in {public_url(path)}, got none. Save the data set again"
+            f"input.path: expected the list {member} in {public_url(path)}, got none. Save the data set again"
         )
     return found
 

@@ -356,6 +356,27 @@ def test_a_saved_data_set_names_no_file_outside_its_folder(tmp_path: Path, name:
         read(both)
 
 
+@pytest.mark.parametrize(
+    ("name", "body", "message"),
+    [
+        ("state", '{"_data_files": [1]}', "expected names of files in .*, got null"),
+        ("state", '{"_data_files": ["x"]}', "expected names of files in .*, got null"),
+        ("state", '{"_data_files": [{}]}', "expected names of files in .*, got null"),
+        ("state", '{"_data_files": [{"filename": {}}]}', "expected names of files in .*, got an object"),
+        ("state", '{"splits": ["a"]}', "expected the list _data_files in .*state.json, got none"),
+        ("state", '{"_data_files": {}, "splits": []}', "expected the list _data_files in .*state.json, got none"),
+        ("state", "[]", "expected the list _data_files in .*state.json, got none"),
+        ("dataset_dict", '{"_data_files": []}', "expected the list splits in .*dataset_dict.json, got none"),
+        ("dataset_dict", '{"splits": [1, "b"]}', "expected names of files in .*, got an integer"),
+        ("dataset_dict", '{"splits": ["' + "b" * 5000 + '"]}', "expected one of b{400}, got 'a'"),
+    ],
+)
+def test_a_damaged_list_of_a_saved_data_set_is_named(tmp_path: Path, name: str, body: str, message: str) -> None:
+    (tmp_path / f"{name}.json").write_text(body)
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, split="a" if name == "dataset_dict" else None)
+
+
 def test_a_saved_data_set_names_a_file(tmp_path: Path) -> None:
     saved(tmp_path)
     with pytest.raises(ConfigError, match=r"expected a saved data set that names its files, got an empty list"):
