@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from secrets import token_hex
+from secrets import SystemRandom
+from string import ascii_lowercase
 from typing import Any
 
 from hsx_dist.errors import InputError
@@ -13,12 +14,13 @@ from hsx_dist.inputs.chat_members import require_functions, require_text_and_cal
 from hsx_dist.inputs.row_values import kind_of, shown
 
 #: Begins each mark. Random, because a row with a mark could replace what a template leaves out.
-_BEGIN = f"hsx{token_hex(8)}x"
-#: Stands for a text of a message (of the whole content, or of a part), or for a name of a function.
-_MARK = _BEGIN + "{}{}{}mark"
-_FOUND = re.compile(_BEGIN + r"\d+(?:text|part|call|tool)\d+mark")
+_BEGIN = "hsx" + "".join(SystemRandom().choices(ascii_lowercase, k=8))
+#: Stands for a text of a message (of the whole content, or of a part), or for a name of a function (call, tool).
+#: Short, because some templates cut long texts.
+_MARK = _BEGIN + "{}{}{}x"
+_FOUND = re.compile(_BEGIN + r"\d+[tpcf]\d+x")
 #: A part's mark in the Python code of a list.
-_AS_CODE = re.compile(rf"(?:'text': |\[|, )'{_BEGIN}\d+part\d+mark'")
+_AS_CODE = re.compile(rf"(?:'text': |\[|, )'{_BEGIN}\d+p\d+x'")
 
 #: Thoughts at the beginning of a text: of Qwen3 and DeepSeek, EXAONE Deep, Magistral, Seed-OSS, Reka.
 _THOUGHT = re.compile(
@@ -74,9 +76,9 @@ def require_rendered(
     marked = [
         {**m, "content": _marked(m["content"], iter(own))} if own else m for m, own in zip(messages, marks, strict=True)
     ]
-    calls = [_with_names(m.get("tool_calls"), f"{i}call") for i, m in enumerate(messages)]
+    calls = [_with_names(m.get("tool_calls"), f"{i}c") for i, m in enumerate(messages)]
     marked = [{**m, "tool_calls": new} if named else m for m, (new, named) in zip(marked, calls, strict=True)]
-    marked_tools, tool_names = _with_names(tools, "0tool")
+    marked_tools, tool_names = _with_names(tools, "0f")
     try:
         text = render(marked, marked_tools)
     except MemoryError:
@@ -250,8 +252,8 @@ def _text_of(part: Any) -> str:
 
 def _marks(i: int, content: Any) -> list[str]:
     """Return a mark for each text. Parts of blanks get one mark too, to find whether they are printed as code."""
-    kind = "part" if isinstance(content, list) else "text"
-    return [_MARK.format(i, kind, n) for n in range(len(texts_of(content)) or (kind == "part" and len(content) > 0))]
+    kind = "p" if isinstance(content, list) else "t"
+    return [_MARK.format(i, kind, n) for n in range(len(texts_of(content)) or (kind == "p" and len(content) > 0))]
 
 
 def _marked(content: Any, marks: Iterator[str]) -> Any:

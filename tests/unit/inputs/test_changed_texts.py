@@ -160,7 +160,7 @@ def test_the_first_form_of_a_text_is_taken(tokenizer: Any) -> None:
 
 
 def test_a_mark_in_a_row_does_not_change_the_order(tokenizer: Any) -> None:
-    call = {"function": {"name": "f", "arguments": {"a": f"{rendered._BEGIN}9text9mark"}}}
+    call = {"function": {"name": "f", "arguments": {"a": f"{rendered._BEGIN}9t9x"}}}
     chat = [{"role": "assistant", "content": "", "tool_calls": [call]}, *CHAT]
     encode_chat(tokenizer, SIMPLE.replace("RULE", "{% set c = c ~ m.tool_calls %}"), chat)
 
@@ -171,7 +171,7 @@ def test_a_row_cannot_have_the_marks_of_what_a_template_leaves_out() -> None:
 
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     # Marks are random: these have the form of earlier ones.
-    chat = [*CHAT, {"role": "assistant", "content": "a", "reasoning": "hsx1call0mark hsx0tool0mark"}]
+    chat = [*CHAT, {"role": "assistant", "content": "a", "reasoning": "hsx1call0mark hsx0tool0mark hsx1c0x hsx0f0x"}]
     with pytest.raises(InputError, match="leaves out a call of message 1"):
         rendered.require_rendered([chat[0], {**chat[1], "tool_calls": [call]}], None, render)
     with pytest.raises(InputError, match="renders tools, got a template that leaves them out"):
