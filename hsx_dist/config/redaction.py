@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from urllib.parse import unquote
 
-from hsx_dist.config.secret_names import HIDDEN, is_env_reference, looks_secret
+from hsx_dist.config.secret_names import HIDDEN, is_env_reference, looks_secret, parameter_looks_secret
 from hsx_dist.config.tokens import BEFORE_TOKEN, KNOWN_TOKEN
 from hsx_dist.config.urls import breaks_the_rule, links_of, public_link
 
@@ -135,7 +135,7 @@ def _parameters(text: str) -> Iterator[tuple[int, int]]:
     at = 0
     while found := _PARAMETER.search(text, at):
         at = found.end()
-        if looks_secret(unquote(found[1])) and not text.startswith(HIDDEN, at):
+        if parameter_looks_secret(unquote(found[1])) and not text.startswith(HIDDEN, at):
             end = _PARAMETER_ENDS.search(text, at)
             start, at = at, end.start() if end is not None else len(text)
             if at > start:

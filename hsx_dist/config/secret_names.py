@@ -10,67 +10,30 @@ HIDDEN = "(not shown)"
 #: The value of an environment variable, in a setting.
 ENV_REFERENCE = re.compile(r"\$\{env:[^{}]*\}")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=Token)")
-#: The end of a word such as ``pgpassword`` or ``secret1``.
-_SECRET_END = re.compile(r"(?:password|passwd|secret|accesskey|apikeys|sshpass)\d*\Z")
-_SECRET_WORDS = frozenset(
-    [
-        "key",
-        "apikey",
-        "accesskey",
-        "secretkey",
-        "accountkey",
-        "authkey",
-        "privatekey",
-        "rlkey",
-        "sharedkey",
-        "signingkey",
-        "secret",
-        "secrets",
-        "clientsecret",
-        "sharedsecret",
-        "credential",
-        "credentials",
-        "creds",
-        "token",
-        "accesstoken",
-        "authtoken",
-        "refreshtoken",
-        "securitytoken",
-        "sessiontoken",
-        "bearer",
-        "jwt",
-        "password",
-        "passwd",
-        "passphrase",
-        "passcode",
-        "pwd",
-        "auth",
-        "authorization",
-        "oauth",
-        "tempauth",
-        "sas",
-        "sig",
-        "signature",
-        "cookie",
-        "cookies",
-    ]
+#: The end of a word, which may follow another word directly: ``apitoken``, ``pgpassword``, ``secret1``.
+_SECRET_END = re.compile(
+    r"(?:key|token|secrets?|passwords?|passwd|passphrases?|passcode|pwd|(?:ssh|user|db)pass|credentials?|creds|"
+    r"auth|authtok|authori[sz]ation|authentication|cookies?|signature)\d*\Z"
 )
-_SECRET_PHRASES = frozenset(
-    [
-        *((first, last) for first in ("connection", "conn") for last in ("string", "str")),
-        # Alone, "tokens" and "keys" are the model's words.
-        *(
-            (first, last)
-            for first in ("access", "account", "api", "auth", "hf", "private", "refresh", "secret", "session", "shared")
-            for last in ("tokens", "keys")
-        ),
-        ("pass", "phrase"),
-    ]
+_SECRET_WORDS = frozenset({"bearer", "jwt", "sas", "sig"})
+#: Two words, or the end of one. Alone, "tokens" and "keys" are the model's words.
+_SECRET_PAIR = re.compile(
+    r"(?:(?:access|account|api|auth|bearer|client|encryption|hf|host|master|private|refresh|sas|secret|service|session|"
+    r"shared|signing|ssh)(?:tokens|keys)|conn(?:ection)?str(?:ing)?|passphrase|clientassertion)\d*\Z"
+)
+#: Words that end like a secret's name. Settings of models and tables have them.
+_ORDINARY = re.compile(
+    r"(?:(?:don|foreign|group|hash|hoc|joc|kms|mon|primary|prompt|sort|ssekms|sub|tur|turn|whis)key|"
+    r"(?:added|audio|bos|cls|eos|image|mask|max|min|multi|new|num|pad|sep|stop|sub|tik|unk|video)token)\d*"
 )
 #: Names that are secret only as a whole: vLLM has a ``pass_config``.
 _SECRET_NAMES = frozenset({"pass", "pw", "pat"})
 # "token" is also the model's word: token_ids, skip_special_tokens, max_tokens, token_type_ids are no secrets.
 _AFTER_TOKEN = frozenset({"id", "ids", "type", "count", "limit"})
+#: Names that are secret only in the query of a URL. ``?code=`` has a key of Azure or a code of OAuth.
+_SECRET_PARAMETERS = frozenset(
+    ["authenticate", "code", "hmac", "otp", "pin", "session", "session_id", "sessionid", "sid"]
+)
 
 
 def is_env_reference(value: object) -> bool:
@@ -89,12 +52,17 @@ def looks_secret(name: str) -> bool:
     words = [w for w in re.split(r"[^a-z0-9]+", _CAMEL.sub("_", name).lower()) if w]
     for i, word in enumerate(words):
         following = words[i + 1] if i + 1 < len(words) else ""
-        if word == "token" and following in _AFTER_TOKEN:
+        if _ORDINARY.fullmatch(word) or (word == "signature" and following == "version"):
             continue
-        if word in _SECRET_WORDS and not (word == "signature" and following == "version"):
+        if word.endswith("token") and following in _AFTER_TOKEN:
+            continue
+        if word in _SECRET_WORDS or _SECRET_END.search(word) or _SECRET_PAIR.search(word):
             return True
-        if _SECRET_END.search(word):
-            return True
-        if (word, following) in _SECRET_PHRASES:
+        if _SECRET_PAIR.fullmatch(word + following):
             return True
     return False
+
+
+def parameter_looks_secret(name: str) -> bool:
+    """Whether a parameter of this name in a URL usually holds a credential."""
+    return looks_secret(name) or name.lower() in _SECRET_PARAMETERS

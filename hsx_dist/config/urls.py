@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from unicodedata import normalize
 from urllib.parse import unquote
 
-from hsx_dist.config.secret_names import HIDDEN, looks_secret
+from hsx_dist.config.secret_names import HIDDEN, parameter_looks_secret
 from hsx_dist.config.tokens import KNOWN_TOKEN
 from hsx_dist.errors import ConfigError
 
@@ -17,6 +17,8 @@ _REFUSED = (
     "a profile or storage_options. Write a folder of this name as ./NAME"
 )
 _NO_HOST = frozenset({"file", "local", "memory", "zip", "tar", "jar", "libarchive", "reference", "dir", "data"})
+#: Schemes of folders, whose names may have a ``?``.
+_FOLDERS = frozenset({"file", "local"})
 _BUCKETS = frozenset({"s3", "s3a", "s3n", "gs", "gcs", "oss", "obs", "cos", "tos", "r2", "b2"})
 _NAME_AND_HOST = frozenset(
     {"abfs", "abfss", "az", "adl", "wasb", "wasbs", "oci", "hf", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "root"}
@@ -148,10 +150,19 @@ def is_endpoint(text: str) -> bool:
 
 
 def check_no_credentials(url: str) -> None:
-    """Raise ConfigError if ``has_credentials``, and as ``check_url`` does. The error shows no credentials."""
+    """Raise ConfigError if ``has_credentials``, if a URL has a query, and as ``check_url`` does.
+
+    The error shows no credentials. A query may be one, under any name. And fsspec would store at another place than
+    obstore, which drops the query.
+    """
     check_url(url)
     if has_credentials(url):
         raise ConfigError(_REFUSED.format(public_url(url)))
+    if any("?" in link for link in links_of(url) if link.partition("://")[0].lower() not in _FOLDERS):
+        raise ConfigError(
+            f"{public_url(url)}: expected a URL without a query, got one with a '?' behind this place. Remove the "
+            "'?' and the text behind it"
+        )
 
 
 def check_place_of_credentials(url: str) -> None:
@@ -193,7 +204,7 @@ def _without_addresses(text: str) -> str:
 def is_signed_url(text: str) -> bool:
     """Whether a URL's parameters (after ``;``, ``?``, ``#``) hold a signature or a token. Such a URL grants access."""
     found = re.search(r"[;?#].*", text.partition("://")[2], re.DOTALL)
-    return found is not None and any(looks_secret(unquote(name)) for name in _PARAMETER.findall(found[0]))
+    return found is not None and any(parameter_looks_secret(unquote(name)) for name in _PARAMETER.findall(found[0]))
 
 
 def url_secrets(text: str) -> Iterator[str]:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,17 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from hsx_dist.config import ExtractConfig, InputConfig, load_config, looks_secret, parse_storage_options, public_url
+from hsx_dist.config import (
+    ExtractConfig,
+    InputConfig,
+    load_config,
+    looks_secret,
+    parse_storage_options,
+    public_url,
+    secret_names,
+)
+from hsx_dist.config.redaction import redact_text
+from hsx_dist.config.secret_names import parameter_looks_secret
 from hsx_dist.config.secrets import compared_form, hide_options, hide_secrets, secret_paths
 from hsx_dist.config.urls import (
     check_endpoint,
@@ -25,6 +37,7 @@ from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.errors import ConfigError
 from hsx_dist.inputs.reader import read_in_child
 from hsx_dist.jobs import preflight
+from hsx_dist.jobs.meaning import differences
 from hsx_dist.reading import open_run
 from hsx_dist.store import open_store
 from hsx_dist.store.within import open_within
@@ -234,15 +247,49 @@ def test_overrides_without_a_credential_are_accepted(override: str) -> None:
         "apikeys",
         "accessTokens",
         "aws_secret_keys",
+        *(
+            "apitoken",
+            "sastoken",
+            "usertoken",
+            "X-CSRFToken",
+            "idtoken2",
+            "API_KEY2",
+            "masterkey",
+            "hostkey",
+            "passkey",
+        ),
+        *("ACCESSTOKENS", "masterkeys", "sas_tokens", "authentication", "oauth2", "awscredentials", "sessioncookie"),
+        *("passkey", "connectionstring", "passwords", "dbpwd", "userpass", "client_assertion"),
     ],
 )
 def test_names_of_secrets(name: str) -> None:
     assert looks_secret(name)
 
 
+def test_the_names_of_the_documentation_are_those_of_the_code() -> None:
+    page = (Path(__file__).parents[3] / "SECURITY.md").read_text().partition("## Names of secrets")[2]
+    rows = re.findall(r"^\| (.+?) \| (`.*`) \|$", page, re.MULTILINE)
+    names = {where: re.findall("`(.+?)`", cells) for where, cells in rows}
+    assert [len(found) > 2 for found in names.values()] == [True] * 9
+    ends, words, pairs, before, whole, query, *ordinary = names.values()
+    assert all(map(looks_secret, [f"my{name}2" for name in ends] + ends + words + pairs))
+    assert all(looks_secret(f"{name}{_}{last}") for name in before for last in ("tokens", "keys") for _ in ("", "_"))
+    assert all(looks_secret(name) and not looks_secret(f"{name}_x") for name in whole)
+    assert all(parameter_looks_secret(name) and not looks_secret(name) for name in query)
+    assert not any(map(looks_secret, chain(*ordinary)))
+    patterns = f"{secret_names._SECRET_END.pattern}{secret_names._SECRET_PAIR.pattern}"
+    documented = " ".join([*ends, *pairs, *before, "tokens", "keys"]).replace("_", "")
+    for word in re.findall(r"[a-z]{4,}", re.sub(r"\[sz\]", "s", patterns).replace("?", "")):
+        assert word in documented, word
+
+
 @pytest.mark.parametrize(
     "name",
-    ["keyboard", "token_ids", "max_tokens", "tokenizer", "monkey", "region", "token_type_ids", "tokens", "num_tokens"],
+    [
+        *("keyboard", "token_ids", "max_tokens", "tokenizer", "monkey", "region", "token_type_ids", "tokens"),
+        *("num_tokens", "eos_token_id", "eostoken", "tiktoken", "maxtokens", "keys", "promptkey", "code_revision"),
+        *("code", "session_id", "pass_config", "author", "image_token_id", "skip_tokenizer_init", "sortkey2"),
+    ],
 )
 def test_names_of_other_settings_are_not_secret(name: str) -> None:
     assert not looks_secret(name)
@@ -617,9 +664,48 @@ def test_other_urls_are_taken_and_shown(url: str) -> None:
     assert not has_credentials(url)
     assert public_url(url) == WITHOUT[url]
     if ": " not in url:  # prose
-        config = load_config(None, [f"input.path={url}"], output=url, model=url)
-        assert (config.output, config.model) == (url, url)
+        place = url.partition("?")[0] if "://" in url else url
+        config = load_config(None, [f"input.path={url}"], output=place, model=place)
+        assert (config.output, config.model, config.input.path) == (place, place, url)
     assert list(url_secrets(url)) == []
+
+
+@pytest.mark.parametrize("name", ["hash", "login", "n", "code", "sessionid", "xtoken", "storagekey", "a/b?c"])
+@pytest.mark.parametrize("place", ["https://h/x", "s3://b/x", "memory://x", "simplecache::s3://b/x"])
+def test_a_query_is_refused_where_samples_are_stored(place: str, name: str) -> None:
+    """obstore drops it, and fsspec takes it for a part of the name. It may be a credential under any name."""
+    for take in (
+        open_store,
+        open_run,
+        lambda url: load_config(None, output=url, model="m"),
+        lambda url: read_connector_config({"shared_storage_path": url}),
+    ):
+        with pytest.raises(ConfigError, match=r"expected a URL without (a query|credentials), got ") as e:
+            take(f"{place}?{name}={SECRET}")
+        assert SECRET not in str(e.value)
+
+
+def test_a_folder_may_have_a_question_mark_in_its_name(tmp_path: Path) -> None:
+    for url in (f"{tmp_path}/a?b=1", f"file://{tmp_path}/a?b=1"):
+        assert open_store(url).url == f"{tmp_path}/a?b=1"
+
+
+@pytest.mark.parametrize("name", ["code", "sid", "session_id", "otp", "apitoken", "masterkey", "authentication"])
+def test_a_parameter_that_grants_access_is_a_credential(name: str) -> None:
+    url = f"https://h/x?n=1&{name}={SECRET}"
+    assert has_credentials(url)
+    assert SECRET not in f"{redact_text(f'GET {url} failed')}{hide_secrets([url])}{public_url(url)}"
+    assert list(secret_paths(url, ("input", "path")))
+
+
+def test_a_stored_setting_that_earlier_versions_showed_is_equal_to_itself() -> None:
+    """They took ``apitoken`` for no credential, and stored its value as it is."""
+    stored = {"engine_kwargs": {"x": {"apitoken": SECRET, "eostoken": "</s>", "monkey": "a"}}}
+    now = ExtractConfig(output="o", model="m", **stored).meaning()["engine_kwargs"]  # type: ignore[arg-type]
+    assert now["x"] == {**stored["engine_kwargs"]["x"], "apitoken": compared_form(SECRET, within=True)}
+    assert not differences({"meaning": {"weights": 1, **stored}}, {"weights": 1, "engine_kwargs": now}, {})
+    other = compared_form({"x": {**stored["engine_kwargs"]["x"], "apitoken": "b"}})
+    assert differences({"meaning": {"weights": 1, **stored}}, {"weights": 1, "engine_kwargs": other}, {})
 
 
 @pytest.mark.parametrize(
