@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from hsx_dist.config.secret_names import HIDDEN, is_env_reference, looks_secret, parameter_looks_secret
 from hsx_dist.config.tokens import BEFORE_TOKEN, KNOWN_TOKEN
-from hsx_dist.config.urls import breaks_the_rule, links_of, public_link
+from hsx_dist.config.urls import between_links, breaks_the_rule, links_of, public_link
 
 #: Limit in characters of a redacted text. The middle of a longer text is left out.
 MOST = 1 << 16
@@ -187,9 +187,10 @@ def _links(word: str) -> str:
 
 
 def _address(word: str) -> str:
-    if found := links_of(word):  # ``_links`` has shown them
+    if found := links_of(word):  # ``_links`` has shown them, but a chain may end in an address
         start = word.index(found[0])
-        return _address(word[:start]) + word[start:]
+        first, *others = between_links(word[start:])
+        return "::".join([_address(word[:start]) + first, *map(_address, others)])
     before, at, host = word.rpartition("@")
     user, colon, password = before.partition(":")
     # gRPC names an endpoint without its scheme.

@@ -93,7 +93,12 @@ def is_address(text: str) -> bool:
 
 def _chained(text: str) -> list[str]:
     """Return the links of a chain of URLs, also those without a scheme. Any other text is one link."""
-    return _BETWEEN.split(text) if _CHAIN.match(text) else [text]
+    return between_links(text) if _CHAIN.match(text) else [text]
+
+
+def between_links(text: str) -> list[str]:
+    """Return the texts between the ``::`` of a chain. An IPv6 address is not split."""
+    return _BETWEEN.split(text)
 
 
 def check_url(url: str) -> None:
@@ -304,4 +309,6 @@ def public_link(link: str) -> str:
     _, at, after = rest.removesuffix("::").rpartition("@")
     # A wide or percent-encoded ``@`` may follow, also behind slashes, which some libraries strip.
     shown = "{}://{}{}".format(scheme, after.lstrip("/\\"), chained)
-    return shown if at and not breaks_the_rule(shown) else f"{scheme}://{HIDDEN}{chained}"
+    # Behind an IPv6 address, which no user has for a name, the text after the ``@`` may be no host.
+    is_host = at and not rest.startswith("[") and not breaks_the_rule(shown)
+    return shown if is_host else f"{scheme}://{HIDDEN}{chained}"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hsx_dist.config import public_url, redaction
 from hsx_dist.config.redaction import MOST, redact_text
 from hsx_dist.config.secrets import hide_secrets
+from hsx_dist.config.urls import has_credentials
 from tests.unit.growth import check_linear
 
 SECRET = "hunter2Not-to-be-seen9"
@@ -129,6 +130,20 @@ def test_other_text_stays(text: str) -> None:
     assert redact_text(text) == text
 
 
+CHAINS = [
+    *("s3://b/k", "s3://b", "s3://b/a@b", "zip://x", "zip://", "file:///x", "memory://x", "http://[::1]:80/x"),
+    *("zip://x::https://h/a", "simplecache::s3://b/x", "abfs://c@a.net/x"),
+]
+#: Addresses that may be a link of a chain.
+ADDRESSES = [
+    f"u:{SECRET}@corp@h",
+    f"u:{SECRET}@[::1]:80",
+    f"http:u:{SECRET}@h",
+    f"me:{SECRET}]@h/y",
+    f"u:p%40{SECRET}@h",
+]
+
+
 PIECES = (
     *("http://", "s3://", "zip://", "abfs://", "a://", "://", "://u:p@", "::", "//", "/", "\\", "%40", "\uff20", "@"),
     *(
@@ -206,6 +221,23 @@ def test_credentials_next_to_a_link_are_hidden(text: str) -> None:
     assert SECRET not in redact_text(text)
 
 
+@pytest.mark.parametrize(
+    "chain",
+    [
+        *(f"{begin}::u:{SECRET}@h{end}" for begin in CHAINS for end in ("", "/x.zip", "::zip://y", ":80", "/x?n=1")),
+        *(f"{begin}::{address}" for begin in CHAINS for address in ADDRESSES),
+        *(f"{scheme}://[::1]:80@{SECRET}/x" for scheme in ("https", "s3", "tcp", "sftp")),
+    ],
+)
+def test_a_credential_in_any_link_of_a_chain_is_hidden(chain: str) -> None:
+    for text in ("{}", "error for {} happened", "('{}', 3)", '{{"a": "{}"}}', "<{}>", "[{}]", "x={},y", "{}: failed"):
+        shown = redact_text(text.format(chain))
+        assert SECRET not in shown
+        assert redact_text(shown) == shown
+    assert SECRET not in f"{public_url(chain)}{hide_secrets([chain])}"
+    assert has_credentials(chain)
+
+
 def test_a_character_that_libraries_drop_hides_no_credential() -> None:
     assert SECRET not in hide_secrets(f"file://AccountKey=\t{SECRET}")
 
@@ -274,6 +306,8 @@ def test_a_cut_separates_no_value_from_its_name(monkeypatch: pytest.MonkeyPatch,
             "BEGIN PRIVATE KEY",
             "@",
             "a::http:/",
+            "://::a:@",
+            "::",
             "\u0301",
         ),
         *("<key><![CDATA[", "'key':{'a':", "key='''", "key=[''''", 'Authorization:Basic "', 'Authorization:Basic \\"'),
