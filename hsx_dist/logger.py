@@ -80,24 +80,27 @@ def hide_exception(record: logging.LogRecord) -> None:
         record.stack_info = printable_lines(redacted(record.stack_info))
 
 
-def hide_arguments(record: logging.LogRecord, hide: Callable[[Any], Any]) -> None:
-    """Call ``hide`` for each argument of a record, and store the results. Numbers stay."""
+def hide_arguments(record: logging.LogRecord, hide: Callable[[Any, Any], Any]) -> None:
+    """Call ``hide`` for each argument of a record and its name, and store the results. Numbers stay.
 
-    def hidden(value: Any) -> Any:
-        return value if value is None or isinstance(value, (int, float)) else hide(value)
+    An argument's name is its key in a mapping, or the argument before it.
+    """
+
+    def hidden(value: Any, name: Any) -> Any:
+        return value if value is None or isinstance(value, (int, float)) else hide(value, name)
 
     if isinstance(record.args, Mapping):
-        record.args = {name: hidden(value) for name, value in record.args.items()}
+        record.args = {name: hidden(value, name) for name, value in record.args.items()}
     elif record.args:
-        record.args = tuple(map(hidden, record.args))
+        record.args = tuple(map(hidden, record.args, (None, *record.args)))
 
 
-def redacted_argument(value: Any) -> Any:
+def redacted_argument(value: Any, hide: Callable[[str], str] = redacted) -> Any:
     """Return an argument of a library's message, redacted. Text stays text, because filters and formatters read it."""
-    return redacted(value) if isinstance(value, str) else _Shown(value, redacted)
+    return hide(value) if isinstance(value, str) else _Shown(value, hide)
 
 
-def _escaped(value: Any) -> Any:
+def _escaped(value: Any, _name: Any) -> Any:
     return _Shown(value, partial(bounded, limit=MAX_ARGUMENT))
 
 

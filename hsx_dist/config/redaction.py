@@ -148,7 +148,7 @@ def _settings(text: str) -> Iterator[tuple[int, int]]:
     """The values of secret settings."""
     at = 0
     while found := _SETTING.search(text, at):
-        if not _names_a_secret(found[1], in_list=bool(found[2])):
+        if not names_a_secret(found[1], in_list=bool(found[2])):
             at = found.end(1)  # the quoted value may be the name of the next setting
             continue
         quote, at = found[4], found.end()
@@ -166,7 +166,7 @@ def _settings(text: str) -> Iterator[tuple[int, int]]:
             quote, at = following[1], following.end()
 
 
-def _names_a_secret(name: str, *, in_list: bool) -> bool:
+def names_a_secret(name: str, *, in_list: bool) -> bool:
     """Whether a quoted value behind ``name`` may be a secret. ``KeyError: 'x'`` and ``['key', 'text']`` have none."""
     return looks_secret(name) and not name.endswith("Error") and not (in_list and name == "key")
 

@@ -17,7 +17,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from hsx_dist.config.redaction import redact_text
+from hsx_dist.config.redaction import names_a_secret, redact_text
+from hsx_dist.config.secret_names import HIDDEN
 from hsx_dist.logger import OWN, hide_arguments, hide_exception, redacted_argument, shown_traceback
 from hsx_dist.text import ascii_json, printable_lines
 
@@ -177,7 +178,7 @@ def _message(record: logging.LogRecord) -> tuple[str, bool]:
         with suppress(Exception):  # any code of a library
             clean = not args or redact_text(text := repr(args)) == text
             if not clean:
-                hide_arguments(record, redacted_argument)
+                hide_arguments(record, _hidden_argument)
             return record.getMessage(), not own and (clean or isinstance(args, tuple))
         record.args = args  # redacted, they do not fit
         for form in (record.getMessage, lambda: f"{record.msg!r} with wrong arguments {args!r}"):
@@ -186,6 +187,13 @@ def _message(record: logging.LogRecord) -> tuple[str, bool]:
         return "a message that cannot be formatted", False
     finally:
         _thread.formats = False
+
+
+def _hidden_argument(value: Any, name: Any) -> Any:
+    """Redact an argument. If its name is a secret's, hide it: the template may show it without the name."""
+    if isinstance(name, str) and names_a_secret(name, in_list=True):
+        return redacted_argument(value, lambda _: HIDDEN)
+    return redacted_argument(value)
 
 
 def redact_like_parent() -> None:

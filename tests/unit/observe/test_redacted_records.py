@@ -182,7 +182,6 @@ record = {log}.makeRecord({log}.name, 40, "f", 1, "a stack", (), None, sinfo=f"S
     ("template", "arguments"),
     [
         ("sent Bearer %s", "url"),
-        ("sent %s %s", "'Bearer', url"),
         ("{'password': '%s'}", "url"),
         ("client(password=%r)", "url"),
         ("sk-%s", "url"),
@@ -190,12 +189,29 @@ record = {log}.makeRecord({log}.name, 40, "f", 1, "a stack", (), None, sinfo=f"S
         ("to %(to)s", "{'to': 'h', 'password': url}"),
         ("headers %s", "{'Authorization': url}"),
         ("hosts %s", "{'https://u:' + url + '@h': 1}"),
+        ("%(password)s", "{'password': url}"),
+        ("%(to)s with %(apitoken)r", "{'to': 'h', 'apitoken': url}"),
     ],
 )
 def test_an_argument_that_only_the_record_names_as_a_credential_is_in_no_field(template: str, arguments: str) -> None:
     shown = output(f"{SEEN}\nlibrary.error({template!r}, {arguments})\n", "INFO", SECRET + "AndSome")
     assert "'args': ()" in shown
     assert SECRET not in shown
+
+
+def test_an_argument_behind_a_secrets_name_is_hidden() -> None:
+    program = f"""{SEEN}
+library.error("%s: %s", "Authorization", url)
+library.error("%s is %r, %d", "password", [url], 7)
+library.error("sent %s %s", "Bearer", url)
+library.error("expected %s, got %s", "key", "another")
+"""
+    shown = output(program, "INFO", SECRET)
+    assert SECRET not in shown
+    assert "\nAuthorization: (not shown)\n" in shown
+    assert "\npassword is (not shown), 7\n" in shown
+    assert "\nsent Bearer (not shown)\n" in shown
+    assert "\nexpected key, got another\n" in shown
 
 
 def test_an_argument_is_redacted_before_its_template_cuts_it() -> None:
