@@ -73,7 +73,7 @@ def print_run(path: str, options: Sequence[str], *, as_json: bool) -> None:
     totals = _totals(run)
     refused, failed = list(run.refused.values()), list(run.failed.values())
     # Older versions recognised fewer credentials, and stored them.
-    info = {k: hide_secrets(v) if k in ("meaning", "settings") else v for k, v in run.info.items()}
+    info = hide_secrets(run.info)
     if as_json:
         facts = {"run": path, "complete": run.complete, "info": info, "totals": totals}
         facts |= {"refused": [], "failed": [], "conflicts": list(run.index.conflicts)}

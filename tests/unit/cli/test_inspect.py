@@ -156,6 +156,16 @@ def test_show_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["totals"]["samples"] == 3
 
 
+def test_show_hides_credentials_in_every_member_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another version, or another program, may have stored them."""
+    store = open_store(str(tmp_path / "run"))
+    write_v1_run(store, {"meaning": {"apitoken": "hunter2"}, "created": "x", "other": {"note": "u:hunter2@h", "n": 1}})
+    write_samples(store, take_attempt(store, {}))
+    info = hsx_json(capsys, "show", str(tmp_path / "run"))["info"]
+    assert "hunter2" not in json.dumps(info)
+    assert (info["created"], info["other"]["n"]) == ("x", 1)
+
+
 def test_show_sample(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     facts = hsx_json(capsys, "show", run, "a/b c")
     assert facts["shape"] == [12, 3, HIDDEN]
