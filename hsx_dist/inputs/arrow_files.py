@@ -210,11 +210,12 @@ def open_parquet(file: io.RawIOBase) -> Any:
 
     # Without pre_buffer, which would fetch whole row groups ahead; with a buffer, pages are fetched one after another.
     # Parquet's own logical types become no extension types. As nanoseconds, old times (INT96) after the year 2262 would
-    # become dates before 1970.
+    # become dates before 1970. Checksums of pages are optional in the format. pyarrow checks them only if asked.
     return pq.ParquetFile(
         file,
         pre_buffer=False,
         buffer_size=_BUFFER,
         arrow_extensions_enabled=False,
         coerce_int96_timestamp_unit="us",
+        page_checksum_verification=True,
     )

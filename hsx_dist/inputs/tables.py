@@ -217,10 +217,17 @@ def _parquet(
         row = _decoded_bytes(group, leaves) // max(group.num_rows, 1)
         rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
         # Threads would fetch the columns in any order, and each step back in a file on a server fetches bytes again.
+        missing = group.num_rows
         for batch in parquet.reader.iter_batches(rows, [i], list(leaves), use_threads=False):
             # Also the dictionaries, which Arrow copies for each batch.
             allowance.take(allocated=sum(map(referenced_bytes, batch.columns)))
+            missing -= batch.num_rows
             yield batch
+        if missing:  # Arrow takes the end of a column chunk's pages for the end of its rows
+            raise FormatError(
+                f"expected {group.num_rows} rows in row group {i} of {shown}, as its footer says, got "
+                f"{group.num_rows - missing}. Write or copy the file again"
+            )
 
 
 def _leaves(parquet: Any, columns: Sequence[str]) -> dict[int, Any]:
