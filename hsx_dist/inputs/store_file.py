@@ -31,6 +31,7 @@ class StoreFile(io.RawIOBase):
     """A file that Arrow reads. Errors of the file system become ``StoreFailed``, so that they differ from Arrow's.
 
     ``before_read``: called before Arrow reads bytes. What it raises ends the work on the file.
+    ``after_read``: called with the position and the bytes of a read. What it raises ends the work on the file.
     ``skips``: called with the bytes that a further seek decompressed. What it raises ends the work on the file.
     ``failed``: the error of the file system that ended a read.
     ``stored``: the file's bytes in the store, which are fewer than its own in a zip file. None: its own.
@@ -44,6 +45,7 @@ class StoreFile(io.RawIOBase):
         self._file, self._shown = file, shown
         self.failed: Exception | None = None  # Arrow gives some errors of a read another type
         self.before_read: Callable[[], None] | None = None
+        self.after_read: Callable[[int, bytes], None] | None = None
         self.skips: Callable[[int], None] | None = None
         try:
             size = file.seek(0, io.SEEK_END)
@@ -79,6 +81,7 @@ class StoreFile(io.RawIOBase):
         """Return all of the ``size`` bytes that the file has. Arrow takes fewer as the file's end, or as its bytes."""
         if self.before_read is not None:
             self.before_read()
+        begin = self._file.tell()
         try:
             data = self._whole(size)
         except MemoryError:
@@ -92,6 +95,8 @@ class StoreFile(io.RawIOBase):
                 f"expected parts in order that do not overlap, got a file of {self.size} bytes that names the same "
                 "bytes many times, or jumps many times. Write the file again with its library"
             )
+        if self.after_read is not None:
+            self.after_read(begin, data)
         return data
 
     def _whole(self, size: int) -> bytes:

@@ -6,7 +6,7 @@ read in a child process (``reader``) with limited memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from hsx_dist.inputs.arrow_files import (
     with_uuids_as_text,
 )
 from hsx_dist.inputs.maps import Converters, converters
+from hsx_dist.inputs.parquet_pages import ParquetPages
 from hsx_dist.inputs.row_cost import cost_of_columns, referenced_bytes
 from hsx_dist.inputs.store_file import StoreFailed, StoreFile
 from hsx_dist.inputs.times import CHANGED_TIME, TimeChecks, rows_of_changed_times, time_checks
@@ -213,10 +214,18 @@ def _parquet(
     _require_sizes(groups, leaves, file.size, allowance)
     # One row group at a time: Arrow cannot join nested dictionaries of two groups in a batch.
     for i, group in enumerate(groups):
+        if not group.num_rows:
+            continue
         # By the bytes that the allowance counts: a wrong size of a whole group could make batches of one row for free.
-        row = _decoded_bytes(group, leaves) // max(group.num_rows, 1)
+        row = sum(_decoded_bytes(group.column(leaf)) for leaf in leaves) // group.num_rows
         rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
         # Threads would fetch the columns in any order, and each step back in a file on a server fetches bytes again.
+        pages = ParquetPages((group.column(leaf) for leaf in leaves), file, _decoded_bytes)
+
+        def count(begin: int, data: bytes, count_pages: Callable[[int, bytes], int] = pages.count) -> None:
+            allowance.take(decoded=count_pages(begin, data))
+
+        file.after_read = count
         missing = group.num_rows
         for batch in parquet.reader.iter_batches(rows, [i], list(leaves), use_threads=False):
             # Also the dictionaries, which Arrow copies for each batch.
@@ -228,6 +237,7 @@ def _parquet(
                 f"expected {group.num_rows} rows in row group {i} of {shown}, as its footer says, got "
                 f"{group.num_rows - missing}. Write or copy the file again"
             )
+        pages.finish()
 
 
 def _leaves(parquet: Any, columns: Sequence[str]) -> dict[int, Any]:
@@ -239,8 +249,12 @@ def _leaves(parquet: Any, columns: Sequence[str]) -> dict[int, Any]:
 
 def _require_counts(metadata: Any, groups: Sequence[Any], leaves: Mapping[int, Any], shown: str) -> None:
     """Raise FormatError unless a footer's counts agree: Arrow reads as many rows of a group as its count says."""
-    flat = [i for i, leaf in leaves.items() if leaf.max_repetition_level == 0]
-    agree = all(group.column(i).num_values == group.num_rows for group in groups for i in flat)
+    repeated = {i for i, leaf in leaves.items() if leaf.max_repetition_level}
+    agree = all(
+        group.column(i).num_values == group.num_rows or (i in repeated and group.num_rows)
+        for group in groups
+        for i in leaves
+    )
     if not agree or sum(group.num_rows for group in groups) != metadata.num_rows:
         raise FormatError(
             f"expected {shown} to be a whole parquet file, got a footer with contradicting numbers of rows. Write or "
@@ -258,16 +272,15 @@ def _require_sizes(groups: Sequence[Any], leaves: Iterable[int], size: int, allo
             f"expected column chunks of at most {size} bytes, the file's size, got more: they overlap. Write or copy "
             "the file again"
         )
-    allowance.take(decoded=sum(_decoded_bytes(group, leaves) for group in groups))
+    allowance.take(decoded=sum(_decoded_bytes(group.column(i)) for group in groups for i in leaves))
 
 
-def _decoded_bytes(group: Any, leaves: Iterable[int]) -> int:
-    """Return the bytes to which stored columns of a row group decode, as its footer says.
+def _decoded_bytes(chunk: Any) -> int:
+    """Return the bytes to which a column chunk decodes, as its footer says.
 
     Run lengths of equal values take no bytes, so each value counts.
     """
-    chunks = (group.column(i) for i in leaves)
-    return sum(max(chunk.total_uncompressed_size, _LEAST_VALUE * chunk.num_values, 0) for chunk in chunks)
+    return max(int(chunk.total_uncompressed_size), _LEAST_VALUE * int(chunk.num_values), 0)
 
 
 def _arrow(

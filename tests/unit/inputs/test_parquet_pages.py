@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError
+from hsx_dist.inputs import allowance, arrow_files, parquet_pages
+from hsx_dist.inputs.parquet_pages import _Header
 from hsx_dist.inputs.rows import Row, read_rows
-from tests.harness.parquet_bytes import Chunk, data_page, write_parquet
+from tests.harness.parquet_bytes import (
+    BINARY,
+    I32,
+    I64,
+    LIST,
+    STRUCT,
+    Chunk,
+    data_page,
+    dictionary_page,
+    list_of,
+    struct_of,
+    text,
+    varint,
+    write_parquet,
+    zigzag,
+)
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -58,3 +79,114 @@ def test_checksums_of_pages_are_checked(tmp_path: Path, v2: bool) -> None:
             continue
         with pytest.raises(FormatError, match="CRC"):
             _texts(path)
+
+
+@pytest.mark.parametrize("codec", ["brotli", "gzip", "zstd", "snappy"])
+@pytest.mark.parametrize("kind", ["first", "second", "dictionary"])
+def test_pages_that_decode_to_more_than_the_footer_says_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, kind: str
+) -> None:
+    monkeypatch.setattr(allowance, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 1)
+    path = tmp_path / "a.parquet"
+    for more in (10, 400_000):
+        dictionary = dictionary_page(["a"], codec, more=3 * more) if kind == "dictionary" else b""
+        other = 0 if kind == "dictionary" else more
+        pages = [data_page(["a"], codec, more=other, v2=kind == "second") for _ in range(3)]
+        write_parquet(path, [{"text": Chunk(pages, 3, decoded=9, dictionary=dictionary)}], codec)
+        if more == 10:
+            assert _texts(path) == ["a"] * 3
+            continue
+        with pytest.raises(FormatError, match="at most 1 bytes for each stored byte"):
+            _texts(path)
+
+
+@pytest.mark.parametrize("pages", [[["a", "b", "c"]], [["a", "b"], ["c"]], [["a", "b"], [], ["c"]]])
+@pytest.mark.parametrize("v2", [False, True])
+def test_a_footer_with_fewer_rows_than_its_pages_is_refused(tmp_path: Path, pages: list[list[str]], v2: bool) -> None:
+    path = tmp_path / "a.parquet"
+    written = [data_page(texts, v2=v2) for texts in pages]
+    write_parquet(path, [{"text": _chunk(written, 3)}])
+    assert _texts(path) == ["a", "b", "c"]
+    write_parquet(path, [{"text": _chunk(written, 2)}])
+    with pytest.raises(FormatError, match="pages with 1 values more than the footer says"):
+        _texts(path)
+
+
+def test_pages_after_the_last_value_may_be_empty(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, [{"text": _chunk([data_page(["a"]), data_page([])], 1)}, {"text": _chunk([data_page([])], 0)}])
+    assert _texts(path) == ["a"]
+
+
+def test_bytes_after_the_last_page_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    page = data_page(["a"])
+    for more in (page[:5], page[:-1], bytes(100)):
+        write_parquet(path, [{"text": _chunk([page, more], 1)}])
+        with pytest.raises(FormatError, match="to be a whole parquet file"):
+            _texts(path)
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_headers_that_two_reads_divide_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Arrow's buffer is larger than most headers, so they rarely end in another read."""
+    monkeypatch.setattr(arrow_files, "_BUFFER", 1000)
+    some = random.Random(1)
+    texts = ["".join(some.choices("abcdefgh", k=some.randint(1, 900))) for _ in range(4000)]
+    columns = {"id": [f"{i}" for i in range(4000)], "text": texts, "tags": [[{"a": text[:9]}] * 2 for text in texts]}
+    held, count = [], parquet_pages._ColumnChunk.count
+
+    def counted(chunk: Any, begin: int, data: bytes) -> int:
+        more = count(chunk, begin, data)
+        held.append(len(chunk.held))
+        return more
+
+    monkeypatch.setattr(parquet_pages._ColumnChunk, "count", counted)
+    path = tmp_path / "a.parquet"
+    pq.write_table(
+        pa.table(columns), path, data_page_size=700, write_batch_size=3, data_page_version=version, row_group_size=2500
+    )
+    rows = list(read_rows(InputConfig(path=str(path), metadata=["tags"])))
+    assert [row.text for row in rows if isinstance(row, Row)] == texts
+    assert any(held)
+
+
+_STATISTICS = struct_of((1, BINARY, text("max")), (3, I64, zigzag(-5)), (7, 1, b""), (8, 7, bytes(8)))
+_LISTS = struct_of((1, LIST, list_of(STRUCT, [struct_of((3, 2, b""))] * 20)), (2, LIST, b"\x21\1\2"))
+
+
+def _header(*fields: tuple[int, int, bytes], values: int = 7) -> bytes:
+    inner = struct_of((1, I32, zigzag(values)), (2, I32, zigzag(0)), (5, STRUCT, _STATISTICS))
+    return struct_of((1, I32, zigzag(0)), (2, I32, zigzag(300)), (3, I32, zigzag(70)), (5, STRUCT, inner), *fields)
+
+
+def test_a_header_is_read_with_fields_that_are_not_known() -> None:
+    header = _header((4, I32, zigzag(-1)), (9, STRUCT, _LISTS), (30, 4, zigzag(-3)), (31, 3, b"\xff"))
+    found = _Header(header + b"page", 0)
+    assert (found.sizes(), found.at) == ((300, 70, 7), len(header))
+    for size in range(len(header)):
+        with pytest.raises(IndexError):
+            _Header(header[:size], 0).sizes()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        _header((2, I32, zigzag(1))),
+        _header((1 << 16 | 2, I32, zigzag(1))),
+        _header((0, I32, zigzag(1))),
+        _header((9, I32, varint(1 << 32))),
+        _header((9, I64, b"\xff" * 11)),
+        _header((9, 11, b"\0")),
+        _header(values=-1),
+        _header((9, LIST, b"\x19" * 100)),
+        struct_of(),
+        struct_of((1, I32, zigzag(0)), (2, I64, zigzag(300)), (3, I32, zigzag(70))),
+        struct_of((1, I32, zigzag(0)), (2, I32, zigzag(300)), (3, I32, zigzag(70))),
+        struct_of((1, I32, zigzag(2)), (2, I32, zigzag(300)), (3, I32, zigzag(-70))),
+    ],
+)
+def test_a_header_that_thrift_may_read_otherwise_is_refused(header: bytes) -> None:
+    with pytest.raises(ValueError, match="a page's header"):
+        _Header(header, 0).sizes()
