@@ -19,8 +19,8 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-#: Bytes of a compressed file that are read at once.
-_READ = 1 << 17
+#: Bytes of a compressed file that are read at once. All that follow a frame are copied, and a frame may have 8 bytes.
+_READ = 1 << 14
 #: Limit of a file's window or dictionary in memory. ``xz -9`` needs 65 MiB, ``zstd --long`` 128 MiB.
 MAX_DICTIONARY_BYTES = 128 << 20
 _WINDOW_LOG = 27
