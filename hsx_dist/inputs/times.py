@@ -1,4 +1,7 @@
-"""Finds times and dates of Arrow that Python would change: Arrow takes 24:00 as 00:00, and -1 s as 23:59:59."""
+"""Finds times and dates of Arrow that Python would change.
+
+Arrow takes 24:00 as 00:00, and -1 s as 23:59:59. It leaves out the nanoseconds of a time.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ import numpy as np
 
 #: Why a row with such a time is refused.
 CHANGED_TIME = (
-    "expected times from 00:00 to before 24:00, and dates without a time of day, got others. Correct or cast the column"
+    "expected times from 00:00 to before 24:00 in whole microseconds, and dates without a time of day, got others. "
+    "Correct or cast the column"
 )
+_NS_PER_US = 1000
 _PER_DAY = {"s": 86_400, "ms": 86_400_000, "us": 86_400_000_000, "ns": 86_400_000_000_000}
 
 _Check = Callable[[Any], np.ndarray[Any, np.dtype[np.bool_]]]
@@ -30,7 +35,7 @@ def time_checks(schema: Any) -> TimeChecks:
 
 
 def rows_of_changed_times(batch: Any, checks: TimeChecks) -> set[int]:
-    """Return which rows of a record batch have a time outside the day, or a date with a time of day."""
+    """Return which rows of a record batch have a time that Python would change, or a date with a time of day."""
     return {int(i) for name, check in checks.items() for i in np.flatnonzero(check(batch.column(name)))}
 
 
@@ -57,7 +62,7 @@ def _check_of_some(kind: Any) -> _Check | None:
     types = pa.types
     if types.is_time(kind):
         number = pa.int32() if kind.bit_width == 32 else pa.int64()
-        return lambda values: _outside(_numbers(values.view(number).fill_null(0)), _PER_DAY[kind.unit])
+        return lambda values: _changed(_numbers(values.view(number).fill_null(0)), kind.unit)
     if types.is_date64(kind):
         return lambda values: _numbers(values.view(pa.int64()).fill_null(0)) % _PER_DAY["ms"] != 0
     if types.is_dictionary(kind):
@@ -109,5 +114,6 @@ def _numbers(values: Any) -> Any:
     return values.to_numpy(zero_copy_only=False)
 
 
-def _outside(numbers: Any, day: int) -> Any:
-    return (numbers < 0) | (numbers >= day)
+def _changed(numbers: Any, unit: str) -> Any:
+    found = (numbers < 0) | (numbers >= _PER_DAY[unit])
+    return found | (numbers % _NS_PER_US != 0) if unit == "ns" else found

@@ -47,6 +47,7 @@ PARQUET = ["plain", "list", "large_list", "fixed_size_list", "struct", "map", "d
 #: Each has one bad value, in the middle.
 VALUES = {
     "time of 24:00": _numbers(pa.time64("us"), [0, DAY * 10**6, DAY * 10**6 - 1], "i8"),
+    "time with nanoseconds": _numbers(pa.time64("ns"), [0, 1_001, (DAY * 10**6 - 1) * 1000], "i8"),
     "negative time": _numbers(pa.time32("s"), [0, -1, DAY - 1], "i4"),
     "date with a time": _numbers(pa.date64(), [0, 1, DAY * 1000], "i8"),
     "text": pa.Array.from_buffers(pa.string(), 3, [None, OFFSETS.buffers()[1], pa.py_buffer(b"a\xffc")]),
