@@ -62,6 +62,24 @@ class ParquetPages:
                 raise ValueError(f"pages with {chunk.values} values fewer than the footer says, or a cut page")
 
 
+def stored_values(column: Any) -> int:
+    """Return how many values Parquet has for the first stored column of an Arrow array: an empty list has one."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    empty = 0
+    while pa.types.is_nested(column.type):
+        if pa.types.is_struct(column.type):
+            column = column.field(0)
+            continue
+        if pa.types.is_map(column.type):
+            column = pa.ListArray.from_arrays(column.offsets, column.keys)
+        lengths = pc.fill_null(pc.list_value_length(column), 0)
+        empty += pc.sum(pc.equal(lengths, 0)).as_py() or 0
+        column = column.flatten()
+    return empty + len(column)
+
+
 class _ColumnChunk:
     """A column chunk.
 

@@ -21,7 +21,7 @@ from hsx_dist.inputs.arrow_files import (
     with_uuids_as_text,
 )
 from hsx_dist.inputs.maps import Converters, converters
-from hsx_dist.inputs.parquet_pages import ParquetPages
+from hsx_dist.inputs.parquet_pages import ParquetPages, stored_values
 from hsx_dist.inputs.row_cost import cost_of_columns, referenced_bytes
 from hsx_dist.inputs.store_file import StoreFailed, StoreFile
 from hsx_dist.inputs.times import CHANGED_TIME, TimeChecks, rows_of_changed_times, time_checks
@@ -209,6 +209,7 @@ def _parquet(
     check_fields(parquet.schema_arrow, chosen)
     leaves = _leaves(parquet, chosen)
     refuse_parquet_json(leaves.values())
+    first = {parquet.reader.column_paths[leaf][0]: leaf for leaf in reversed(leaves)}
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
     _require_counts(parquet.metadata, groups, leaves, shown)
     _require_sizes(groups, leaves, file.size, allowance)
@@ -219,7 +220,6 @@ def _parquet(
         # By the bytes that the allowance counts: a wrong size of a whole group could make batches of one row for free.
         row = sum(_decoded_bytes(group.column(leaf)) for leaf in leaves) // group.num_rows
         rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
-        # Threads would fetch the columns in any order, and each step back in a file on a server fetches bytes again.
         pages = ParquetPages((group.column(leaf) for leaf in leaves), file, _decoded_bytes)
 
         def count(begin: int, data: bytes, count_pages: Callable[[int, bytes], int] = pages.count) -> None:
@@ -227,15 +227,20 @@ def _parquet(
 
         file.after_read = count
         missing = group.num_rows
+        left = {name: group.column(leaf).num_values for name, leaf in first.items()}
+        # Threads would fetch the columns in any order, and each step back in a file on a server fetches bytes again.
         for batch in parquet.reader.iter_batches(rows, [i], list(leaves), use_threads=False):
             # Also the dictionaries, which Arrow copies for each batch.
             allowance.take(allocated=sum(map(referenced_bytes, batch.columns)))
             missing -= batch.num_rows
+            for name in first:
+                left[name] -= stored_values(batch.column(name))
             yield batch
-        if missing:  # Arrow takes the end of a column chunk's pages for the end of its rows
+        # Arrow takes the end of a column chunk's pages for the end of its rows, and leaves out values of further rows.
+        if missing or any(left.values()):
             raise FormatError(
-                f"expected {group.num_rows} rows in row group {i} of {shown}, as its footer says, got "
-                f"{group.num_rows - missing}. Write or copy the file again"
+                f"expected row group {i} of {shown} to have the rows and values that its footer counts, got "
+                f"{group.num_rows - missing} rows of {group.num_rows} with other values. Write or copy the file again"
             )
         pages.finish()
 

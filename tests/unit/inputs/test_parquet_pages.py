@@ -13,7 +13,7 @@ import pytest
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError
 from hsx_dist.inputs import allowance, arrow_files, parquet_pages
-from hsx_dist.inputs.parquet_pages import _Header
+from hsx_dist.inputs.parquet_pages import _Header, stored_values
 from hsx_dist.inputs.rows import Row, read_rows
 from tests.harness.parquet_bytes import (
     BINARY,
@@ -54,7 +54,7 @@ def test_a_column_chunk_without_its_last_page_loses_no_row_unnoticed(tmp_path: P
     assert _texts(path) == ["a", "b", "c", "d"]
     for groups in ([], [after]):
         write_parquet(path, [{"text": _chunk(pages, 3, left_out=len(pages[1]))}, *groups])
-        with pytest.raises(FormatError, match=r"expected 3 rows in row group 0 of .*, got 2"):
+        with pytest.raises(FormatError, match=r"expected row group 0 of .*, got 2 rows of 3"):
             _texts(path)
 
 
@@ -190,3 +190,43 @@ def test_a_header_is_read_with_fields_that_are_not_known() -> None:
 def test_a_header_that_thrift_may_read_otherwise_is_refused(header: bytes) -> None:
     with pytest.raises(ValueError, match="a page's header"):
         _Header(header, 0).sizes()
+
+
+_ITEM, _PAIRS = pa.struct([("a", pa.list_(pa.int8())), ("b", pa.int8())]), pa.map_(pa.string(), pa.list_(pa.int8()))
+NESTED = {
+    "list": pa.array([[1, 2], [], None, [3]], pa.list_(pa.int8())),
+    "lists": pa.array([[[1, 2], [], None], [], None, [[3]]], pa.large_list(pa.list_(pa.int8()))),
+    "map": pa.array([[("a", [1, 2]), ("b", None)], [], None, [("c", [])]], _PAIRS),
+    "maps": pa.array([[[("a", [1])], []], None, [], [None]], pa.list_(_PAIRS)),
+    "structures": pa.array([[{"a": [1, 2], "b": 1}, None], [], None, [{"a": [], "b": 2}]], pa.list_(_ITEM)),
+    "structure": pa.array([{"a": [1, 2]}, None, {"a": None}, {"a": []}], _ITEM),
+    "fixed": pa.array([[1, 2], [3, 4], None, [5, 6]], pa.list_(pa.int8(), 2)),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_values_of_lists_are_counted_as_parquet_does(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({name: NESTED[name]}), path)
+    with pq.ParquetFile(path) as file:
+        values = file.metadata.row_group(0).column(0).num_values
+        for rows in (1, 3, 4):
+            assert sum(stored_values(batch.column(0)) for batch in file.iter_batches(rows)) == values
+
+
+def test_a_footer_with_fewer_rows_of_lists_than_its_pages_is_refused(tmp_path: Path) -> None:
+    """Only the lists show how many values a row has."""
+    path, rows = tmp_path / "a.parquet", 100
+    pq.write_table(pa.table({"messages": [[{"role": "user", "content": f"{i}"}] * 2 for i in range(rows)]}), path)
+    data = path.read_bytes()
+    end = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    footer, count = data[end:], b"\x16" + zigzag(rows)
+    assert footer.count(count) == 2  # of the file, of the row group
+    assert len(_read_chats(path)) == rows
+    path.write_bytes(data[:end] + footer.replace(count, b"\x16" + zigzag(rows - 1)))
+    with pytest.raises(FormatError, match="got 99 rows of 99 with other values"):
+        _read_chats(path)
+
+
+def _read_chats(path: Path) -> list[Any]:
+    return [row.messages for row in read_rows(InputConfig(path=str(path))) if isinstance(row, Row)]
