@@ -10,6 +10,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from hsx_dist.inputs.store_file import StoreFile
 
 #: Arrow's limit of a page's header. Its statistics may have large texts.
@@ -65,18 +67,19 @@ class ParquetPages:
 def stored_values(column: Any) -> int:
     """Return how many values Parquet has for the first stored column of an Arrow array: an empty list has one."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
     empty = 0
     while pa.types.is_nested(column.type):
         if pa.types.is_struct(column.type):
             column = column.field(0)
-            continue
-        if pa.types.is_map(column.type):
-            column = pa.ListArray.from_arrays(column.offsets, column.keys)
-        lengths = pc.fill_null(pc.list_value_length(column), 0)
-        empty += pc.sum(pc.equal(lengths, 0)).as_py() or 0
-        column = column.flatten()
+        elif pa.types.is_fixed_size_list(column.type):
+            empty += column.null_count
+            column = column.flatten()
+        else:
+            ends = column.offsets.to_numpy()
+            empty += len(column) - int(np.count_nonzero(np.diff(ends)))
+            entries = column.keys if pa.types.is_map(column.type) else column.values
+            column = entries.slice(ends[0], ends[-1] - ends[0])
     return empty + len(column)
 
 
