@@ -230,5 +230,5 @@ def test_the_program_ends_with_1_where_a_check_failed(tmp_path, monkeypatch, cap
 def test_a_failed_test_counts_though_the_last_one_passed(tmp_path, monkeypatch):
     tests = [Outcome(kit.TESTS, "first", "failed", "wrong states"), Outcome(kit.TESTS, "last", "passed", "")]
     monkeypatch.setattr(kit, "run_tests", lambda _: tests)
-    assert kit.run_kit([Check(kit.TESTS, "tests/gpu")], tmp_path, ["a GPU"], 60) == tests
+    assert kit.run_kit([Check(kit.TESTS, "tests/gpu")], tmp_path, ["a GPU"], 120) == tests
     assert json.loads((tmp_path / "gpu-report.json").read_text())["states"] == {"failed": 1, "passed": 1}
