@@ -76,7 +76,9 @@ def stored_values(column: Any) -> int:
             empty += column.null_count
             column = column.flatten()
         else:
-            ends = column.offsets.to_numpy()
+            kind = np.int64 if pa.types.is_large_list(column.type) else np.int32
+            # Not by to_numpy, which imports pandas.
+            ends = np.frombuffer(column.buffers()[1], kind, column.offset + len(column) + 1)[column.offset :]
             empty += len(column) - int(np.count_nonzero(np.diff(ends)))
             entries = column.keys if pa.types.is_map(column.type) else column.values
             column = entries.slice(ends[0], ends[-1] - ends[0])
