@@ -4,7 +4,8 @@
 
 Needs torch and a CUDA device; without a device the result says that nothing was measured. The three ways take turns.
 Figures are medians of ratios within a round. Also measured: how much a concurrent matrix product slows down, and the
-device memory of each way beyond the cache. Writes benchmarks/results/gpu.{md,json}.
+device memory of each way beyond the cache. ``page_us`` is the time of one of our pages. ``page_host_us`` is the part
+that the steps' thread takes to start its copy. Writes benchmarks/results/gpu.{md,json}.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ def _measure(ways: Ways, rounds: int, least_bytes: int) -> dict[str, Any]:
     }
     seconds: dict[str, list[float]] = {name: [] for name in names}
     memory: dict[str, float] = {}
+    host = pages = 0.0
     for turn in range(rounds + 1):
+        if turn == 1:
+            host, pages = ways.host_seconds
         for name, way in names.items():
             requests = list(cache.requests(count))
             base = reset_peak(device)
@@ -84,6 +88,8 @@ def _measure(ways: Ways, rounds: int, least_bytes: int) -> dict[str, Any]:
             if turn:  # the first round warms up
                 seconds[name].append(time.perf_counter() - before)
             memory[name] = max(memory.get(name, 0.0), peak(device) - base)
+
+    host, pages = (now - before for now, before in zip(ways.host_seconds, (host, pages), strict=True))
 
     def ratios(a: str, b: str) -> list[float]:
         return [x / y for x, y in zip(seconds[a], seconds[b], strict=True)]
@@ -99,6 +105,8 @@ def _measure(ways: Ways, rounds: int, least_bytes: int) -> dict[str, Any]:
         "gb_per_s": {name: nbytes / statistics.median(s) / 1e9 for name, s in seconds.items()},
         "of_limit": statistics.median(ratios("limit", "ours")),
         "over_reference": statistics.median(ratios("reference", "ours")),
+        "page_us": sum(seconds["ours"]) / pages * 1e6,
+        "page_host_us": host / pages * 1e6,
         "device_mib": memory["ours"] / MIB,
         "reference_device_mib": memory["reference"] / MIB,
     }
@@ -179,9 +187,7 @@ def table(report: dict[str, Any]) -> str:
     """The report as Markdown."""
     a = report["about"]
     head = ["# From a GPU's cache to the host", ""]
-    where = (
-        f"{a['cpu']}; torch {a['versions']['torch']}; commit {a['commit']}. Made by `python -m benchmarks.gpu.copies`."
-    )
+    where = f"{a['cpu']}; torch {a['versions']['torch']}; commit {a['commit']}. Made by `benchmarks.gpu.copies`."
     if not report["results"]:
         said = "**Not measured on a GPU**: this machine has no CUDA device. The tests run this code on a CPU."
         return "\n".join([*head, where, "", said, ""])

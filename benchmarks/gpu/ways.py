@@ -98,6 +98,12 @@ class Ways:
         """Bytes of our pages that have left the ring so far."""
         return int(self._outlet.meter.sums().get(("page_bytes", ""), 0))
 
+    @property
+    def host_seconds(self) -> tuple[float, float]:
+        """(seconds that the steps' thread spent to start our copies, number of our pages that have left the ring)."""
+        sums = self._outlet.meter.sums()
+        return float(sums.get(("copy_seconds", ""), 0)), float(sums.get(("pages", ""), 0))
+
     def close(self) -> None:
         """Free the pinned memory."""
         self._worker.close()

@@ -96,6 +96,7 @@ def test_measuring():
     found = copies.measure(Shape("tiny", 2, 256, 100, "LTH", tp=8), CPU, rounds=2, least_bytes=1)
     assert found["of_limit"] > 0
     assert found["over_reference"] > 0
+    assert 0 < found["page_host_us"] < found["page_us"]
     assert "product_slowed" not in found
 
 
