@@ -51,7 +51,8 @@ _REDIRECT = "Received redirect without LOCATION"
 #: wrong one, is the store's.
 _OTHER_ANSWER = re.compile(
     r"Got invalid list response: (?!missing field|.*expected u64)|Got invalid (multipart|put) response"
-    "|Unable to extract metadata from headers|Received non-partial response|Content-Range header not present"
+    "|Unable to extract metadata from headers|(ETag|Last-Modified|Content-Length) Header missing from response"
+    "|Invalid last modified '|Received non-partial response|Content-Range header not present"
     r"|Requested [0-9]+\.\.[0-9]+, got "
 )
 _PAST_THE_END = "Generic LocalFileSystem error: Requested range was invalid"

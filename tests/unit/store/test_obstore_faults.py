@@ -97,6 +97,12 @@ def test_the_body_of_a_404_distinguishes_the_store_from_a_gateway(body: str, kin
         assert type(translate(error, "list gs://bkt/o", "bkt", Redactor({}, {}))) is kind
 
 
+@pytest.mark.parametrize("lacking", ["ETag", "Last-Modified", "Content-Length"])
+def test_an_answer_to_a_get_without_an_objects_headers_is_asked_for_again(lacking: str) -> None:
+    error = GenericError(f"Generic GCS error: {lacking} Header missing from response{_RUST}")
+    assert type(translate(error, "get gs://bkt/o", "bkt", Redactor({}, {}))) is Unavailable
+
+
 def test_what_can_be_mended() -> None:
     where = "put s3://bkt/o"
     assert expired(_error(GenericError, "400 Bad Request", "ExpiredToken"), where)

@@ -48,6 +48,8 @@ def _store(url: str, back_end: str, retry_seconds: float = 5) -> Store:
     ("status", "page", "said"),
     [
         (200, b"<html>Down</html>", {}),
+        (200, b"<html>Down</html>", {"Transfer_Encoding": "chunked"}),  # without a length
+        (200, b"<html>Down</html>", {**_OBJECT, "Last_Modified": "-1"}),
         (200, b"<html>" + b"x" * 600, _OBJECT),
         (206, b"x" * 600, {}),
         (206, b"x" * 600, {"Content_Range": f"bytes 1-600/{len(_DATA)}", **_OBJECT}),
