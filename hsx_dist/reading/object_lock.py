@@ -59,7 +59,7 @@ def exclusive_lock(root: str, name: str) -> Iterator[bool]:
 
     Raises:
         NotFound: a server or a reader holds the lock.
-        Denied: this user may not read the lock file.
+        Denied: this user may not read the lock file, or on NFS not write it.
         Unavailable: it is not known whether another process holds the lock.
     """
     fd = _take(root, name, alone=True)
@@ -93,18 +93,19 @@ def _take(root: str, name: str, *, alone: bool = False) -> int | None:
             raise NotFound(
                 f"{where}: expected a finished object, got the lock {lock_name(where)}, held by a server. Wait longer"
             ) from None
-        except PermissionError as e:
-            # Without the lock a reader could get the result of an earlier request of this name, and ``hsx gc`` could
-            # delete an object in use.
-            raise Denied(
-                f"{lock_name(f'{root}/{name}')}: expected a lock file that this user may read, got {e.strerror}. Run "
-                f"{'`hsx gc`' if alone else 'the reader'} as the server's user or in its group"
-            ) from e
         except OSError as e:
             if e.errno in _NO_LOCK:
                 return fd
             if fd is not None:
                 os.close(fd)
+            if isinstance(e, PermissionError) or e.errno == errno.EBADF:  # EBADF: of NFS, see ``_open``
+                # Without the lock a reader could get the result of an earlier request of this name, and ``hsx gc``
+                # could delete an object in use.
+                right, also = ("write", "") if e.errno == errno.EBADF else ("read", " or in its group")
+                raise Denied(
+                    f"{lock_name(f'{root}/{name}')}: expected a lock file that this user may {right}, got "
+                    f"{e.strerror}. Run {'`hsx gc`' if alone else 'the reader'} as the server's user{also}"
+                ) from e
             # A server may hold the lock.
             raise Unavailable(
                 f"{lock_name(f'{root}/{name}')}: expected a lock file that can be opened and locked, or none, got "

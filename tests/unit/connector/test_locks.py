@@ -458,6 +458,19 @@ def test_a_lock_file_without_read_permission_raises_an_error_with_advice(tmp_pat
             pass
 
 
+def test_nfs_locks_only_a_file_opened_for_writing_exclusively(tmp_path, monkeypatch):
+    """A retry does not help, and the user should not remove the server's lock files."""
+
+    def as_nfs(_fd, _kind):
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    (tmp_path / "a.lock").touch()
+    monkeypatch.setattr(fcntl, "flock", as_nfs)
+    expected = r"a lock file that this user may write, got Bad file descriptor. Run `hsx gc` as the server's user$"
+    with pytest.raises(Denied, match=expected), exclusive_lock(str(tmp_path), "a"):
+        pass
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOLCK, errno.ESTALE])
 @pytest.mark.parametrize("call", ["open", "flock"])
 def test_a_lock_that_cannot_be_looked_at_is_not_free(tmp_path, monkeypatch, number, call):
