@@ -2,6 +2,9 @@
 
 Arrow decompresses a page to the size in the page's header, also if the footer has a smaller one. So a page of 20 bytes
 may become 2 GiB. Arrow stops at the footer's number of values, and does not read further pages.
+
+Some encodings of texts begin with lists of the texts' lengths. Arrow decodes as many lengths as such a list says, also
+if the page has fewer values. A list of 10 bytes may say 2 ** 31 lengths.
 """
 
 from __future__ import annotations
@@ -22,22 +25,34 @@ _READ = 1 << 16
 _MOST_LEVELS = 64
 _DATA_PAGE, _DATA_PAGE_V2 = 0, 3
 _DATA_HEADERS = {_DATA_PAGE: 5, _DATA_PAGE_V2: 8}  # type of a page → field of its header that has its number of values
+_ENCODINGS = {_DATA_PAGE: 2, _DATA_PAGE_V2: 4}  # type of a page → field of that header that has its encoding
+_LISTS = {6: 1, 7: 2}  # DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY → the lists of lengths before a page's texts
+_RLE = 3
 
 
 class ParquetPages:
     """The pages of a row group's column chunks. What its methods raise ends the work on the file."""
 
-    def __init__(self, chunks: Iterable[Any], file: StoreFile, decoded: Callable[[Any], int]) -> None:
+    def __init__(
+        self,
+        chunks: Iterable[tuple[Any, Any]],
+        file: StoreFile,
+        decoded: Callable[[Any], int],
+        take: Callable[[int], None],
+    ) -> None:
         """Follow the bytes that Arrow reads of ``file``.
 
         Args:
-            chunks: pyarrow's metadata of the column chunks that Arrow reads.
+            chunks: pyarrow's schema and metadata of the column chunks that Arrow reads.
             decoded: the decoded bytes of a chunk that are counted already.
+            take: called with the decoded bytes of pages beyond these. What it raises ends the work on the file.
 
         Raises:
             ValueError: chunks overlap.
         """
-        self._chunks = sorted((_ColumnChunk(chunk, decoded(chunk)) for chunk in chunks), key=lambda chunk: chunk.at)
+        self._chunks = sorted(
+            (_ColumnChunk(schema, chunk, decoded(chunk), take) for schema, chunk in chunks), key=lambda chunk: chunk.at
+        )
         self._starts = [chunk.at for chunk in self._chunks]
         for chunk, limit in zip(self._chunks, [*self._starts[1:], file.size], strict=True):
             chunk.limit = limit
@@ -45,21 +60,23 @@ class ParquetPages:
                 raise ValueError("column chunks overlap, or end after the file")
         self._file = file
 
-    def count(self, begin: int, data: bytes) -> int:
-        """Return the decoded bytes beyond those of the footer, of pages whose headers end in bytes read at ``begin``.
+    def count(self, begin: int, data: bytes) -> None:
+        """Count the pages whose headers end in bytes read at ``begin``.
 
         Raises:
-            ValueError: a header is damaged, or contradicts the footer.
+            ValueError: a header is damaged, or contradicts the footer or the page's lengths.
+            LookupError, OSError: a page with lengths is cut, or cannot be decompressed.
         """
         i = bisect_right(self._starts, begin) - 1
-        return self._chunks[i].count(begin, data) if i >= 0 else 0
+        if i >= 0:
+            self._chunks[i].count(begin, data)
 
     def finish(self) -> None:
         """Raise ValueError unless the pages have as many values as the footer says, also those that Arrow left out."""
         for chunk in self._chunks:
             while (at := chunk.at + len(chunk.held)) < chunk.stop:
                 self._file.seek(at)
-                self._file.read(min(_READ, chunk.stop - at))  # calls count
+                self._file.read(min(max(_READ, len(chunk.held)), chunk.stop - at))  # calls count
             if chunk.values or chunk.held:
                 raise ValueError(f"pages with {chunk.values} values fewer than the footer says, or a cut page")
 
@@ -88,22 +105,25 @@ def stored_values(column: Any) -> int:
 class _ColumnChunk:
     """A column chunk.
 
-    ``at``: where its next page begins. ``held``: bytes from there on, an incomplete header. ``stop``: its end by the
-    footer. Old versions of parquet-mr wrote an end that is too small, so its pages may reach to ``limit``.
+    ``at``: where its next page begins. ``held``: bytes from there on, a part of a header or page. ``stop``: its end by
+    the footer. Old versions of parquet-mr wrote an end that is too small, so its pages may reach to ``limit``.
     ``values``, ``decoded``: the footer's values and decoded bytes, less those of the pages so far.
     """
 
-    __slots__ = ("at", "decoded", "held", "limit", "stop", "values")
+    __slots__ = ("_codec", "_levels", "_take", "at", "decoded", "held", "limit", "stop", "values")
 
-    def __init__(self, chunk: Any, decoded: int) -> None:
+    def __init__(self, schema: Any, chunk: Any, decoded: int, take: Callable[[int], None]) -> None:
         dictionary = chunk.dictionary_page_offset or 0
         self.at = min(chunk.data_page_offset, dictionary) if dictionary > 0 else chunk.data_page_offset  # as Arrow
         self.stop = self.limit = self.at + chunk.total_compressed_size
         self.values, self.decoded = chunk.num_values, decoded
         self.held = b""
+        self._take, self._codec = take, chunk.compression
+        # Fields of the first data header with the encodings of the levels that a page has.
+        levels = {3: schema.max_definition_level, 4: schema.max_repetition_level}
+        self._levels = [number for number, most in levels.items() if most]
 
-    def count(self, begin: int, data: bytes) -> int:
-        more = 0
+    def count(self, begin: int, data: bytes) -> None:
         if self.held and begin <= self.at + len(self.held):
             begin, data = self.at, self.held + data[self.at + len(self.held) - begin :]
         self.held = b""
@@ -114,19 +134,63 @@ class _ColumnChunk:
                 decoded, stored, values = header.sizes()
             except IndexError:
                 self.held = data[self.at - begin :]
-                if len(self.held) > _MOST_HEADER:
+                if len(self.held) > _MOST_HEADER and not header.lists:
                     raise ValueError(f"a page's header of more than {_MOST_HEADER} bytes") from None
                 break
+            self.decoded -= decoded + begin + header.at - self.at
             self.at = begin + header.at + stored
             self.values -= values
-            self.decoded -= decoded + header.at
             if self.values < 0:
                 raise ValueError(f"pages with {-self.values} values more than the footer says")
             if self.decoded < 0:
-                more, self.decoded = more - self.decoded, 0
+                self._take(-self.decoded)
+                self.decoded = 0
+            if header.lists:
+                self._check_lengths(header, decoded, stored, values)
         if self.at + len(self.held) >= self.limit and (self.values or self.held):
             raise ValueError("pages of a column chunk continue after it")
-        return more
+
+    def _check_lengths(self, header: _Header, decoded: int, stored: int, values: int) -> None:
+        """Raise ValueError, LookupError or OSError unless a page's lists say at most as many lengths as ``values``."""
+        if self._codec == "UNKNOWN":  # of pyarrow's names
+            raise ValueError("a page of lengths in the old codec LZ4 or an unknown codec")
+        body, inner, at = header.data[header.at : header.at + stored], header.inner, 0
+        if header.kind == _DATA_PAGE:
+            plain = self._decompressed(body, decoded)
+            for number in self._levels:
+                if inner.get(number) != _RLE:
+                    raise ValueError("a page of lengths whose levels have an old encoding")
+                at += 4 + int.from_bytes(plain[at : at + 4], "little")
+            _check_lists(plain, at, header.lists, values)
+            return
+        at = _number(inner, 5) + _number(inner, 6)  # bytes of levels, which are never compressed
+        is_plain = inner.get(7) is False
+        if is_plain:
+            _check_lists(body, at, header.lists, values)
+        # Arrow also decompresses pages of parquet-cpp before 2.0 that say that they are not compressed.
+        try:
+            plain = self._decompressed(body[at:], decoded - at)
+        except (OSError, ValueError):
+            if is_plain:
+                return
+            raise
+        _check_lists(plain, 0, header.lists, values)
+
+    def _decompressed(self, data: bytes, size: int) -> bytes:
+        import pyarrow as pa
+
+        if self._codec == "UNCOMPRESSED" or not data:
+            return data
+        if size < 0:
+            raise ValueError("a page with more bytes of levels than bytes")
+        name = "lz4_raw" if self._codec == "LZ4" else self._codec.lower()
+        return pa.Codec(name).decompress(data, size, asbytes=True)  # type: ignore[no-any-return]
+
+
+def _check_lists(data: bytes, at: int, lists: int, values: int) -> None:
+    reader = _Header(data, at)
+    for _ in range(lists):
+        reader.skip_lengths(values)
 
 
 class _Header:
@@ -136,29 +200,54 @@ class _Header:
     not write and Thrift reads: it takes the last of two fields of one number, and cuts large numbers.
     """
 
-    __slots__ = ("at", "data")
+    __slots__ = ("at", "data", "inner", "kind", "lists")
 
     def __init__(self, data: bytes, at: int) -> None:
         self.data, self.at = data, at
+        self.kind = self.lists = 0
+        self.inner: dict[int, Any] = {}
 
     def sizes(self) -> tuple[int, int, int]:
-        """Return a page's decoded bytes, stored bytes and values. ``at`` is then the header's end."""
+        """Return a page's decoded bytes, stored bytes and values. ``at`` is then the header's end.
+
+        Raises IndexError also if the page has lengths and ``data`` ends before its end.
+        """
         found = self._struct(_MOST_LEVELS)
-        kind, decoded, stored = (_number(found, number) for number in (1, 2, 3))
-        if kind not in _DATA_HEADERS:
+        self.kind, decoded, stored = (_number(found, number) for number in (1, 2, 3))
+        if self.kind not in _DATA_HEADERS:
             return decoded, stored, 0
-        inner = found.get(_DATA_HEADERS[kind])
-        return decoded, stored, _number(inner if isinstance(inner, dict) else {}, 1)
+        inner = found.get(_DATA_HEADERS[self.kind])
+        self.inner = inner if isinstance(inner, dict) else {}
+        self.lists = _LISTS.get(_number(self.inner, _ENCODINGS[self.kind]), 0)
+        if self.lists and self.at + stored > len(self.data):
+            raise IndexError
+        return decoded, stored, _number(self.inner, 1)
+
+    def skip_lengths(self, most: int) -> None:
+        """Skip a list of lengths (DELTA_BINARY_PACKED). Raises ValueError if it has more than ``most``."""
+        block, parts, count, _ = (self._varint() for _ in range(4))
+        size = block // max(parts, 1)  # lengths of a part of a block
+        if count > most or not size or size % 32:
+            raise ValueError(f"a page of {most} values with {count} lengths, in blocks of {block}")
+        count -= 1  # The first is in the list's header.
+        while count > 0:
+            self._varint()
+            widths = self.at
+            self._skip(parts)
+            for width in self.data[widths : self.at]:
+                if count > 0:
+                    self._skip(width * size // 8)
+                    count -= size
 
     def _struct(self, levels: int) -> dict[int, Any]:
-        """Read a structure. Returns its structures and integers of 32 bits, and None for others, by field number."""
+        """Read a structure. Returns its structures, truths and integers of 32 bits, or None, by field number."""
         found: dict[int, Any] = {}
         number = 0
         while kind := (byte := self._byte()) & 15:
             number = number + (byte >> 4) if byte >> 4 else self._integer()
             if number in found or not 0 < number < 1 << 15:
                 raise ValueError("a page's header with a field twice, or a wrong field")
-            found[number] = None if kind <= 2 else self._value(kind, levels - 1)
+            found[number] = kind == 1 if kind <= 2 else self._value(kind, levels - 1)
         return found
 
     def _value(self, kind: int, levels: int) -> Any:

@@ -6,7 +6,7 @@ read in a child process (``reader``) with limited memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,12 +220,9 @@ def _parquet(
         # By the bytes that the allowance counts: a wrong size of a whole group could make batches of one row for free.
         row = sum(_decoded_bytes(group.column(leaf)) for leaf in leaves) // group.num_rows
         rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
-        pages = ParquetPages((group.column(leaf) for leaf in leaves), file, _decoded_bytes)
-
-        def count(begin: int, data: bytes, count_pages: Callable[[int, bytes], int] = pages.count) -> None:
-            allowance.take(decoded=count_pages(begin, data))
-
-        file.after_read = count
+        chunks = ((schema, group.column(leaf)) for leaf, schema in leaves.items())
+        pages = ParquetPages(chunks, file, _decoded_bytes, lambda size: allowance.take(decoded=size))
+        file.after_read = pages.count
         missing = group.num_rows
         left = {name: group.column(leaf).num_values for name, leaf in first.items()}
         # Threads would fetch the columns in any order, and each step back in a file on a server fetches bytes again.

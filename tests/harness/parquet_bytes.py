@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,9 +12,9 @@ import pyarrow as pa
 
 #: Types of Thrift's compact protocol.
 I32, I64, BINARY, LIST, STRUCT = 5, 6, 8, 9, 12
-_CODECS = {"none": 0, "snappy": 1, "gzip": 2, "brotli": 4, "zstd": 6}
+_CODECS = {"none": 0, "snappy": 1, "gzip": 2, "brotli": 4, "zstd": 6, "lz4_raw": 7}
 _DATA, _DICTIONARY, _DATA_2 = 0, 2, 3
-_PLAIN, _RLE = 0, 3
+_PLAIN, _RLE, _DELTA_LENGTH, _DELTA = 0, 3, 6, 7
 
 
 def varint(value: int) -> bytes:
@@ -39,19 +39,38 @@ def text(value: str) -> bytes:
     return varint(len(value)) + value.encode()
 
 
-def data_page(texts: Iterable[str], codec: str = "none", *, more: int = 0, v2: bool = False, crc: int = 0) -> bytes:
-    """Return a data page with its header. ``more``: bytes after the values. ``crc``: added to the right checksum."""
+def data_page(
+    texts: Iterable[str],
+    codec: str = "none",
+    *,
+    more: int = 0,
+    v2: bool = False,
+    crc: int = 0,
+    lengths: Sequence[int] = (),
+    compressed: bool = True,
+) -> bytes:
+    """Return a data page with its header.
+
+    Args:
+        more: bytes after the values.
+        crc: added to the right checksum.
+        lengths: for each list of lengths of 0 how many it says. The texts are then empty.
+        compressed: False: a page of ``v2`` whose header says that it is not compressed.
+    """
     count, plain = 0, b""
     for value in texts:
         count, plain = count + 1, plain + struct.pack("<I", len(value)) + value.encode()
+    if lengths:
+        plain = b"".join(map(_zeros, lengths))
     plain += bytes(more)
-    stored = plain if codec == "none" else bytes(pa.Codec(codec).compress(plain))
+    encoding = (_PLAIN, _DELTA_LENGTH, _DELTA)[len(lengths)]
+    stored = plain if codec == "none" or not compressed else bytes(pa.Codec(codec).compress(plain))
     numbers = [(1, I32, zigzag(count))]
     if v2:
-        numbers += [(2, I32, zigzag(0)), (3, I32, zigzag(count)), (4, I32, zigzag(_PLAIN))]
-        numbers += [(5, I32, zigzag(0)), (6, I32, zigzag(0))]
+        numbers += [(2, I32, zigzag(0)), (3, I32, zigzag(count)), (4, I32, zigzag(encoding))]
+        numbers += [(5, I32, zigzag(0)), (6, I32, zigzag(0)), (7, 1 if compressed else 2, b"")]
     else:
-        numbers += [(2, I32, zigzag(_PLAIN)), (3, I32, zigzag(_RLE)), (4, I32, zigzag(_RLE))]
+        numbers += [(2, I32, zigzag(encoding)), (3, I32, zigzag(_RLE)), (4, I32, zigzag(_RLE))]
     checksum = struct.unpack("<i", struct.pack("<I", zlib.crc32(stored) + crc & 0xFFFFFFFF))[0]
     header = struct_of(
         (1, I32, zigzag(_DATA_2 if v2 else _DATA)),
@@ -61,6 +80,12 @@ def data_page(texts: Iterable[str], codec: str = "none", *, more: int = 0, v2: b
         (8 if v2 else 5, STRUCT, struct_of(*numbers)),
     )
     return header + stored
+
+
+def _zeros(count: int) -> bytes:
+    """Return ``count`` zeros in the encoding DELTA_BINARY_PACKED, in one block."""
+    block = varint(max(-(-count // 128), 1) * 128)
+    return block + varint(1) + varint(count) + zigzag(0) + (zigzag(0) + b"\0" if count > 1 else b"")
 
 
 def dictionary_page(texts: list[str], codec: str = "none", *, more: int = 0) -> bytes:

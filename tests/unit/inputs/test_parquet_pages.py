@@ -113,10 +113,87 @@ def test_a_footer_with_fewer_rows_than_its_pages_is_refused(tmp_path: Path, page
         _texts(path)
 
 
-def test_pages_after_the_last_value_may_be_empty(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    write_parquet(path, [{"text": _chunk([data_page(["a"]), data_page([])], 1)}, {"text": _chunk([data_page([])], 0)}])
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_pages_after_the_last_value_may_be_empty(tmp_path: Path, lengths: list[int]) -> None:
+    path, empty = tmp_path / "a.parquet", data_page([], lengths=lengths, more=200_000)
+    write_parquet(path, [{"text": _chunk([data_page(["a"]), empty], 1)}, {"text": _chunk([empty], 0)}])
     assert _texts(path) == ["a"]
+
+
+def test_many_small_pages_count_only_their_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allowance, "FREE_BYTES", 1 << 17)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 1)
+    path, pages = tmp_path / "a.parquet", [data_page(["a"])] * 300
+    write_parquet(path, [{"text": Chunk(pages, 300, decoded=sum(map(len, pages)))}])
+    assert _texts(path) == ["a"] * 300
+
+
+@pytest.mark.parametrize("codec", ["none", "lz4_raw", "zstd"])
+@pytest.mark.parametrize("kind", ["first", "second", "not compressed"])
+@pytest.mark.parametrize("lengths", [[200], [200, 200]])
+def test_pages_with_more_lengths_than_values_are_refused(
+    tmp_path: Path, codec: str, kind: str, lengths: list[int]
+) -> None:
+    """Arrow decodes as many lengths as the page says: 2 ** 31 in 10 bytes."""
+    path = tmp_path / "a.parquet"
+    for i in range(len(lengths)):
+        for more in (0, 1, 1 << 28):
+            changed = [*lengths[:i], lengths[i] + more, *lengths[i + 1 :]]
+            page = data_page([""] * 200, codec, lengths=changed, v2=kind != "first", compressed=kind[0] != "n")
+            write_parquet(path, [{"text": _chunk([page], 200)}], codec)
+            if not more:
+                assert len(list(read_rows(InputConfig(path=str(path))))) == 200
+                continue
+            with pytest.raises(FormatError, match=f"a page of 200 values with {200 + more} lengths"):
+                _texts(path)
+
+
+def test_a_page_that_may_be_compressed_or_not_is_refused(tmp_path: Path) -> None:
+    """If the file names parquet-cpp 1 as its writer, Arrow decompresses also a page that says it is not compressed."""
+    path = tmp_path / "a.parquet"
+    for more in (2, 3):
+        page = data_page([""] * 3, "lz4_raw", lengths=[3], more=more, v2=True, compressed=False)
+        write_parquet(path, [{"text": _chunk([page], 3)}], "lz4_raw")
+        if more == 3:
+            assert len(list(read_rows(InputConfig(path=str(path))))) == 3
+            continue
+        with pytest.raises(FormatError, match="in blocks of 1"):
+            _texts(path)
+
+
+@pytest.mark.parametrize("codec", ["none", "brotli", "gzip", "lz4", "zstd", "snappy"])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("encoding", ["DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY"])
+def test_pages_with_lengths_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, version: str, encoding: str
+) -> None:
+    monkeypatch.setattr(arrow_files, "_BUFFER", 1000)
+    path, some = tmp_path / "a.parquet", random.Random(1)
+    texts = ["".join(some.choices("abcdefgh", k=some.randint(1, 90))) for _ in range(1000)]
+    columns = {
+        "text": pa.array(texts),
+        "required": pa.array(texts),
+        "nulls": pa.array([None if i % 9 else text for i, text in enumerate(texts)], pa.string()),
+        "none": pa.nulls(1000, pa.string()),
+        "lists": pa.array([texts[i : i + i % 4] if i % 9 else None for i in range(1000)]),
+    }
+    schema = pa.schema([pa.field(name, array.type, name != "required") for name, array in columns.items()])
+    encodings = dict.fromkeys(["text", "required", "nulls", "none", "lists.list.element"], encoding)
+    for size in (1500, 1 << 20):
+        pq.write_table(
+            pa.table(columns, schema),
+            path,
+            compression=codec,
+            use_dictionary=False,
+            column_encoding=encodings,
+            data_page_version=version,
+            data_page_size=size,
+            write_batch_size=100,
+            row_group_size=700,
+        )
+        rows = list(read_rows(InputConfig(path=str(path), metadata=[*columns][1:])))
+        found = [{"text": row.text, **(row.metadata or {})} for row in rows if isinstance(row, Row)]
+        assert found == pa.table(columns).to_pylist()
 
 
 def test_bytes_after_the_last_page_are_refused(tmp_path: Path) -> None:
