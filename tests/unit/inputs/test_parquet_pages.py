@@ -101,6 +101,20 @@ def test_pages_that_decode_to_more_than_the_footer_says_are_counted(
             _texts(path)
 
 
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_many_small_pages_count_no_more_than_the_footer_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    path, texts = tmp_path / "a.parquet", [f"{i:040}" for i in range(3000)]
+    pq.write_table(
+        pa.table({"text": texts}), path, use_dictionary=False, data_page_size=1, write_batch_size=10,
+        data_page_version=version, compression="none",
+    )  # fmt: skip
+    monkeypatch.setattr(allowance, "FREE_BYTES", path.stat().st_size)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 1)
+    assert _texts(path) == texts
+
+
 @pytest.mark.parametrize("pages", [[["a", "b", "c"]], [["a", "b"], ["c"]], [["a", "b"], [], ["c"]]])
 @pytest.mark.parametrize("v2", [False, True])
 def test_a_footer_with_fewer_rows_than_its_pages_is_refused(tmp_path: Path, pages: list[list[str]], v2: bool) -> None:
