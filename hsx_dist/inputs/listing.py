@@ -45,10 +45,11 @@ _FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text",
     ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
 }  # fmt: skip
-#: Endings of files that accompany or back up a file of rows: ``rows.jsonl.md5``.
+#: Endings of files that accompany or back up a file of rows: ``rows.jsonl.md5``. Also Windows' marks of downloads
+#: (``rows.jsonl:Zone.Identifier``), and Hadoop's marks of folders in a bucket (``rows.parquet_$folder$``).
 _NO_ROWS = re.compile(
     r"\.((md5|sha\d+)(sum)?|b2|blake3|crc(32c?)?|sum|sig|asc|lock|idx|index|offsets|meta|metadata|schema|stats|info|dvc|license|"
-    r"md|log|html|xml|ya?ml|toml|pdf|png|svg|py|bak|backup|old|orig|save|sw[op]|te?mp|.*~)",
+    r"md|log|html|xml|ya?ml|toml|pdf|png|svg|py|bak|backup|old|orig|save|sw[op]|te?mp|identifier|.*~|.*_\$folder\$)",
     re.IGNORECASE,
 )
 #: An ending of ``_FORMATS`` anywhere in a path, as in Beam's ``rows.jsonl-00000-of-00002`` and Hadoop's

@@ -163,6 +163,8 @@ def test_a_file_that_accompanies_rows_is_left_out(tmp_path: Path) -> None:
         "zip.md5",
         "jsonlist",
         "jsonl.bak.gz",
+        "jsonl:Zone.Identifier",
+        "jsonl_$folder$",
     ]
     for ending in [*names, "jsonl~", "jsonl.~1~", "jsonl.gz~", "csv", "csv.gzip"]:
         lines(tmp_path / f"a.{ending}", "a")
