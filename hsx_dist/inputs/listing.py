@@ -128,7 +128,7 @@ def _find(config: InputConfig, shown: str) -> Input:
     if twice := sorted(label for label, count in labels.items() if count > 1):
         raise ConfigError(
             f"input.path: expected files of different names, got several {twice[0]!r} at {shown}, whose rows would "
-            "have the same keys. Name one kind of them (a glob such as *.jsonl)"
+            "have the same keys. Name one kind of them (a glob such as *.jsonl), or rename some (rows-1.jsonl)"
         )
     return Input(tuple(sources), shown, fs, config)
 

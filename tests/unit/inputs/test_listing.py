@@ -146,6 +146,16 @@ def test_a_file_with_an_unknown_ending_is_read_if_the_user_chooses_it(tmp_path: 
     assert keys(tmp_path / "b*", format="jsonl") == ["b.jsonl:00000000"]
 
 
+def test_shards_that_differ_only_in_their_last_ending_are_refused(tmp_path: Path) -> None:
+    for i in range(2):
+        lines(tmp_path / f"b.jsonl-0000{i}-of-00002", "a")
+    with pytest.raises(ConfigError, match=r"got several 'b' at .* or rename some \(rows-1\.jsonl\)"):
+        read(tmp_path, format="jsonl")
+    for path in tmp_path.iterdir():
+        path.rename(tmp_path / (path.name.replace(".jsonl", "") + ".jsonl"))
+    assert keys(tmp_path) == ["b-00000-of-00002:00000000", "b-00001-of-00002:00000000"]
+
+
 def test_a_file_that_accompanies_rows_is_left_out(tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", "a")
     names = [
