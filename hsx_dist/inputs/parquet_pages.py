@@ -129,7 +129,7 @@ class _ColumnChunk:
         self.held = b""
         # Arrow reads pages until it has all values.
         while begin <= self.at < begin + len(data) and (self.values or self.at < self.stop):
-            header = _Header(data, start := self.at - begin)
+            header = _Header(data, self.at - begin)
             try:
                 decoded, stored, values = header.sizes()
             except IndexError:
