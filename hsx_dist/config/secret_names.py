@@ -30,6 +30,7 @@ _ORDINARY = re.compile(
 _SECRET_NAMES = frozenset({"pass", "pw", "pat"})
 # "token" is also the model's word: token_ids, skip_special_tokens, max_tokens, token_type_ids are no secrets.
 _AFTER_TOKEN = frozenset({"id", "ids", "type", "count", "limit"})
+_MODELS_TOKEN = re.compile(r"(?!access|auth|refresh|security|session).*token")
 #: Names that are secret only in the query of a URL. ``?code=`` has a key of Azure or a code of OAuth.
 _SECRET_PARAMETERS = frozenset(
     ["authenticate", "code", "hmac", "otp", "pin", "session", "session_id", "sessionid", "sid"]
@@ -54,7 +55,7 @@ def looks_secret(name: str) -> bool:
         following = words[i + 1] if i + 1 < len(words) else ""
         if _ORDINARY.fullmatch(word) or (word == "signature" and following == "version"):
             continue
-        if word.endswith("token") and following in _AFTER_TOKEN:
+        if following in _AFTER_TOKEN and _MODELS_TOKEN.fullmatch(word):
             continue
         if word in _SECRET_WORDS or _SECRET_END.search(word) or _SECRET_PAIR.search(word):
             return True

@@ -105,7 +105,25 @@ def _differences(had: Any, has: Any, old: bool, name: str = "") -> Iterator[tupl
 
 def _text(value: Any) -> str:
     """JSON text. In Python ``False == 0`` and ``1 == 1.0``; templates and seeds distinguish them."""
-    return json.dumps(value)
+    return json.dumps(_with_pairs(value))
+
+
+def _with_pairs(value: Any) -> Any:
+    """Return a copy in which each mapping of one member in a list is a pair with a hidden name.
+
+    Within a secret, ``compared_form`` makes this mapping of a pair if it takes the pair's first text for a secret's
+    name, and otherwise hides both texts. Versions differ in these names.
+    """
+    if isinstance(value, Mapping):
+        return {name: _with_pairs(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_pairs(_as_pair(item) if isinstance(item, Mapping) and len(item) == 1 else item) for item in value]
+    return value
+
+
+def _as_pair(member: Mapping[str, Any]) -> list[Any]:
+    ((name, value),) = member.items()
+    return [compared_form(name, within=True), value]
 
 
 def _was_hidden(had: Any, has: Any) -> bool:

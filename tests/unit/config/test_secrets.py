@@ -259,6 +259,7 @@ def test_overrides_without_a_credential_are_accepted(override: str) -> None:
             "passkey",
         ),
         *("ACCESSTOKENS", "masterkeys", "sas_tokens", "authentication", "oauth2", "awscredentials", "sessioncookie"),
+        *("accesstoken_id", "authtokenType"),
         *("passkey", "connectionstring", "passwords", "dbpwd", "userpass", "client_assertion"),
     ],
 )

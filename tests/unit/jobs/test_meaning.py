@@ -15,7 +15,7 @@ import pytest
 
 from hsx_dist.config import ExtractConfig, load_config
 from hsx_dist.config.engine_arguments import SPEED_ONLY
-from hsx_dist.config.secrets import hide_secrets
+from hsx_dist.config.secrets import compared_form, hide_secrets
 from hsx_dist.errors import ConfigError, EngineError, RunMismatch
 from hsx_dist.fleet.replica import Replica
 from hsx_dist.fleet.same_model import require_files
@@ -215,6 +215,21 @@ def test_hidden_values_are_compared(one: dict[str, Any], other: dict[str, Any]) 
         # An earlier version hid the values.
         old = {"meaning": hide_secrets(before.meaning()) | {name: hide_secrets(given[name])}}
         assert not differences(old, before.meaning(), {})
+
+
+@pytest.mark.parametrize("value", ["b", {"c": "d"}, ["e", "f"], {"g": None, "h": 1}])
+@pytest.mark.parametrize("name", ["chat_template_kwargs", "engine_kwargs"])
+def test_a_pair_within_a_secret_that_an_earlier_version_took_for_two_texts_resumes(name: str, value: object) -> None:
+    """It took ``apitoken`` for no secret's name."""
+    now = config("m", **{name: {"x": {"credentials": [["apitoken", value], ["token", "a"]]}}}).meaning()
+    [pair, _] = now[name]["x"]["credentials"]
+    assert set(pair) == {"apitoken"}
+    before = json.loads(json.dumps(now))
+    before[name]["x"]["credentials"][0] = compared_form(["apitoken", value], within=True)
+    assert before != now
+    assert not differences({"meaning": {**before, "weights": None}}, {**now, "weights": None}, {})
+    before[name]["x"]["credentials"][0][1] = "(not shown) 00000000"
+    assert differences({"meaning": {**before, "weights": None}}, {**now, "weights": None}, {})
 
 
 @pytest.mark.parametrize("name", ["chat_template_kwargs", "engine_kwargs"])
