@@ -135,7 +135,7 @@ def _parameters(text: str) -> Iterator[tuple[int, int]]:
     at = 0
     while found := _PARAMETER.search(text, at):
         at = found.end()
-        if parameter_looks_secret(unquote(found[1])) and not text.startswith(HIDDEN, at):
+        if parameter_looks_secret(unquote(found[1]), found[0][0]) and not text.startswith(HIDDEN, at):
             end = _PARAMETER_ENDS.search(text, at)
             start, at = at, end.start() if end is not None else len(text)
             if at > start:

@@ -64,6 +64,9 @@ def looks_secret(name: str) -> bool:
     return False
 
 
-def parameter_looks_secret(name: str) -> bool:
-    """Whether a parameter of this name in a URL usually holds a credential."""
-    return looks_secret(name) or name.lower() in _SECRET_PARAMETERS
+def parameter_looks_secret(name: str, separator: str = "?") -> bool:
+    """Whether a parameter of this name in a URL usually holds a credential. ``separator``: the character before it.
+
+    Names of objects and folders have parts such as ``;session=4`` and ``#code=1``.
+    """
+    return looks_secret(name) or (separator not in (";", "#") and name.lower() in _SECRET_PARAMETERS)

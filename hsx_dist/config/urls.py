@@ -46,7 +46,7 @@ _PORT_AND_SLASH = re.compile(r"://[^/\s]*:[0-9]*/")
 _ENDPOINT = re.compile(
     r"https?://([^/?#\s]*@)?([^/?#@:\s]+|\[[0-9A-Fa-f:.%]+\])(:(?P<port>[0-9]{1,5}))?(/[^?#]*)?", re.IGNORECASE
 )
-_PARAMETER = re.compile(r"[?&;#]([^=&;#?\s]+)=")
+_PARAMETER = re.compile(r"([?&;#])([^=&;#?\s]+)=")
 _ODD_AUTHORITY = re.compile(rf"(?!({'|'.join(sorted(_NO_HOST))})://)[^:]*://[^/]*[ \\\uff20\ufe6b]", re.IGNORECASE)
 _BUCKET = re.compile(r"[^:@]*|arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d{12}:(accesspoint(:[a-z0-9.-]+)?|outpost)")
 #: ``github://ORG:REPOSITORY@REF``, as fsspec spells it. GitHub's tokens have known prefixes.
@@ -209,7 +209,9 @@ def _without_addresses(text: str) -> str:
 def is_signed_url(text: str) -> bool:
     """Whether a URL's parameters (after ``;``, ``?``, ``#``) hold a signature or a token. Such a URL grants access."""
     found = re.search(r"[;?#].*", text.partition("://")[2], re.DOTALL)
-    return found is not None and any(parameter_looks_secret(unquote(name)) for name in _PARAMETER.findall(found[0]))
+    return found is not None and any(
+        parameter_looks_secret(unquote(name), separator) for separator, name in _PARAMETER.findall(found[0])
+    )
 
 
 def url_secrets(text: str) -> Iterator[str]:

@@ -699,6 +699,14 @@ def test_a_parameter_that_grants_access_is_a_credential(name: str) -> None:
     assert list(secret_paths(url, ("input", "path")))
 
 
+@pytest.mark.parametrize("name", ["code", "sid", "session", "pin"])
+@pytest.mark.parametrize("place", ["s3://b/day;{}=4/x", "gs://b/day#{}=4", "/data/day;{}=4/x"])
+def test_a_part_of_an_objects_name_is_no_query(place: str, name: str) -> None:
+    url = place.format(name)
+    assert load_config(None, [f"input.path={url}"], output=url, model="m").output == url
+    assert (public_url(url), hide_secrets(url), redact_text(f"{url} not found")) == (url, url, f"{url} not found")
+
+
 def test_a_stored_setting_that_earlier_versions_showed_is_equal_to_itself() -> None:
     """They took ``apitoken`` for no credential, and stored its value as it is."""
     stored = {"engine_kwargs": {"x": {"apitoken": SECRET, "eostoken": "</s>", "monkey": "a"}}}
