@@ -134,14 +134,6 @@ def test_pages_after_the_last_value_may_be_empty(tmp_path: Path, lengths: list[i
     assert _texts(path) == ["a"]
 
 
-def test_many_small_pages_count_only_their_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allowance, "FREE_BYTES", 1 << 17)
-    monkeypatch.setattr(allowance, "MAX_EXPANSION", 1)
-    path, pages = tmp_path / "a.parquet", [data_page(["a"])] * 300
-    write_parquet(path, [{"text": Chunk(pages, 300, decoded=sum(map(len, pages)))}])
-    assert _texts(path) == ["a"] * 300
-
-
 @pytest.mark.parametrize("codec", ["none", "lz4_raw", "zstd"])
 @pytest.mark.parametrize("kind", ["first", "second", "not compressed"])
 @pytest.mark.parametrize("lengths", [[200], [200, 200]])
