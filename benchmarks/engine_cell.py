@@ -298,9 +298,9 @@ def run(spec: CellSpec, parent: Connection) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     if spec.engine_core is not None:
         os.environ["OMP_NUM_THREADS"] = "1"
-    from hsx_dist.isa import avoid_broken_amx
+    from hsx_dist.isa import avoid_amx
 
-    avoid_broken_amx()
+    avoid_amx()
     import torch
 
     if spec.engine_core is not None:

@@ -21,10 +21,10 @@ def smollm2_states(dtype: str, tokens: int) -> np.ndarray[Any, Any]:
     """
     import torch
 
-    from hsx_dist.isa import avoid_broken_amx
+    from hsx_dist.isa import avoid_amx
     from hsx_dist.models.builtin import smollm2
 
-    avoid_broken_amx()
+    avoid_amx()
     from transformers import AutoModel, AutoTokenizer
 
     folder = smollm2()

@@ -118,9 +118,9 @@ def run(sink: str, batches: Sequence[int], seconds: float, *, small: bool) -> di
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    from hsx_dist.isa import avoid_broken_amx
+    from hsx_dist.isa import avoid_amx
 
-    avoid_broken_amx()
+    avoid_amx()
     with tempfile.TemporaryDirectory(prefix="hsx-prefill-") as folder:
         place = Path(folder)
         with target(sink, place) as (output, options, _):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import hsx_dist.transport.affinity  # noqa: F401 - imported before vLLM pins threads to cores
-from hsx_dist.isa import avoid_broken_amx
+from hsx_dist.isa import avoid_amx
 from hsx_dist.observe.logs import redact_like_parent
 from hsx_dist.vllm_patches import captures, model_loads
 
@@ -17,7 +17,7 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     redact_like_parent()
-    avoid_broken_amx()
+    avoid_amx()
     # A second registration of a name is an error in vLLM, and a plugin that raises is only logged.
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "hsx_dist.connector.connector", NAME)

@@ -16,7 +16,7 @@ from hsx_dist.errors import FormatError, NotFound
 from hsx_dist.format.json_objects import check_members, count, read_json
 from hsx_dist.format.names import CHECK
 from hsx_dist.format.place import Place
-from hsx_dist.isa import avoid_broken_amx
+from hsx_dist.isa import avoid_amx
 from hsx_dist.jobs.preflight import Model
 from hsx_dist.jobs.reference import PointReference
 from hsx_dist.observe.console import Console
@@ -152,7 +152,7 @@ def compare(
 
     Layer N is compared after the final norm, because transformers returns its last hidden state only after the norm.
     """
-    avoid_broken_amx()
+    avoid_amx()
     import torch
     from transformers import AutoModel
     from transformers.utils import logging as transformers_logging

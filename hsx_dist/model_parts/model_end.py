@@ -7,7 +7,7 @@ from typing import Any
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.json_objects import MemberCheck, or_null
-from hsx_dist.isa import avoid_broken_amx
+from hsx_dist.isa import avoid_amx
 from hsx_dist.model_parts.config_numbers import positive
 from hsx_dist.model_parts.end_rules import end_rule
 from hsx_dist.model_parts.model_files import ModelFiles
@@ -108,7 +108,7 @@ class ModelEnd:
 
     def _loaded_head(self, width: int) -> Any:
         if self._head is None:
-            avoid_broken_amx()
+            avoid_amx()
             # A head under another name, such as a quantized one, must not be replaced by the embeddings.
             tied = self.files.config.get("tie_word_embeddings") is not False
             self._head = self.files.tensor((None, width), *_HEAD, *(_EMBED if tied else ()))

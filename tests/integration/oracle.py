@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hsx_dist.isa import avoid_broken_amx
+from hsx_dist.isa import avoid_amx
 from hsx_dist.jobs.check import final_norm
 
 
@@ -15,7 +15,7 @@ class Oracle:
     """A model in transformers. Its last layer is compared after the final norm, as transformers returns only that."""
 
     def __init__(self, model: str | Path, dtype: torch.dtype = torch.float32):
-        avoid_broken_amx()
+        avoid_amx()
         from transformers import AutoModel
 
         self.model = AutoModel.from_pretrained(str(model), dtype=dtype).eval()

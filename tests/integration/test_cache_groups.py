@@ -16,7 +16,7 @@ import pytest
 
 import hsx_dist
 from hsx_dist.connector.flush import flush
-from hsx_dist.isa import avoid_broken_amx
+from hsx_dist.isa import avoid_amx
 from hsx_dist.models.tiny import write_tiny_tokenizer
 from tests.integration.oracle import Oracle
 
@@ -90,7 +90,7 @@ def test_hidden_states_are_found_among_caches_of_other_kinds(
 ):  # fmt: skip
     import torch
 
-    avoid_broken_amx()
+    avoid_amx()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
     from vllm.v1.kv_cache_interface import HiddenStateCacheSpec

@@ -15,7 +15,7 @@ import torch
 import hsx_dist
 from hsx_dist.connector.flush import flush
 from hsx_dist.errors import SampleFailed
-from hsx_dist.isa import avoid_broken_amx
+from hsx_dist.isa import avoid_amx
 from tests.harness.lora import write_adapter
 from tests.harness.snippets import snippets
 from tests.integration.inplace_norm import use_inplace_norm
@@ -65,7 +65,7 @@ def output(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(tiny_model_path, output):
-    avoid_broken_amx()
+    avoid_amx()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM

@@ -23,7 +23,7 @@ import numpy as np
 
 from hsx_dist.connector.flush import HiddenStatesWorkerExtension, flush
 from hsx_dist.errors import EngineError
-from hsx_dist.isa import avoid_broken_amx
+from hsx_dist.isa import avoid_amx
 from hsx_dist.jobs.check import LayerError, PointRows, layer_errors
 from hsx_dist.jobs.kit.outcomes import Check, claim, python
 from hsx_dist.models.tiny import tiny_llama
@@ -324,7 +324,7 @@ def visible_gpus() -> list[str]:
 
 def main() -> None:
     begin_process()
-    avoid_broken_amx()
+    avoid_amx()
     given = json.loads(Path(sys.argv[1]).read_text())
     run(given["model"], Case(**given["case"]))
 

@@ -212,7 +212,7 @@ def test_teacher_logprobs_equal_those_of_the_model(
     run: Run, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr("hsx_dist.model_parts.model_end.avoid_broken_amx", lambda: asked.append(True))
+    monkeypatch.setattr("hsx_dist.model_parts.model_end.avoid_amx", lambda: asked.append(True))
     options = ExportOptions(top_k=7, samples_per_file=2, model=str(model[0]))
     assert export_run(run, "topk-logprobs", tmp_path, options).written == 3
     assert asked  # before the first matrix product, which can crash the process in bf16
