@@ -32,6 +32,9 @@ class Bucket(Answers):
     first: list[bytes | None] = []  # noqa: RUF012
 
     def do_GET(self) -> None:
+        if self.path.startswith("/b/r/"):  # an object, which a HEAD did not find
+            self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            return
         asked = {name: value[0] for name, value in parse_qs(urlsplit(self.path).query).items()}
         special = self.first.pop(0) if self.first else None
         body = special if special is not None else (self.s3 if "list-type" in asked else self.gcs)(asked)

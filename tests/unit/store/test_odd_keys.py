@@ -33,6 +33,9 @@ class Bucket(Answers):
         self.answer_object(404 if found is None else 200, found or b"")
 
     def do_GET(self) -> None:
+        if self._key() not in ("", "/b"):  # an object, which a HEAD did not find
+            self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            return
         prefix = parse_qs(urlsplit(self.path).query).get("prefix", [""])[0]
         found = [key for key in sorted(self.keys) if self.ignores_prefixes or key.startswith(prefix)]
         self.answer(200, listing(entry(key, len(self.keys[key])) for key in found))
