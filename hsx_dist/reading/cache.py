@@ -26,6 +26,8 @@ _TRAILER = 4  # bytes: the crc32c of the data before it
 #: A process checks the folder's size with this probability before each new file, and after adding this share of the
 #: limit.
 _LOOK = 1 / 64
+#: Independent of ``random``, whose numbers a training loop may seed in each process.
+_chance = random.SystemRandom()
 _NEW = ".new-"
 _FOLDER = re.compile("[0-9a-f]{2}")
 #: Names of the cache's files. Other programs may use the same folder.
@@ -122,7 +124,7 @@ class CachedStore:
         """Whether a file of ``size`` bytes may be added. Removes files if a check of the folder's size is due."""
         if size > self._max:
             return False
-        look = random.random() < _LOOK  # noqa: S311
+        look = _chance.random() < _LOOK
         if not look and (self._full or self._added <= self._max * _LOOK):
             return not self._full
         try:

@@ -23,6 +23,8 @@ from hsx_dist.store.base import (
 
 T = TypeVar("T")
 
+#: vLLM seeds ``random`` in each replica, with the same number: all replicas would pause for the same times.
+_chance = random.SystemRandom()
 #: Bytes of an object that are compared at a time.
 _PIECE = 2 << 20
 
@@ -196,7 +198,7 @@ class _Attempts:
         self._count += 1
         longest = min(self._policy.longest_pause, self._policy.first_pause * 2.0 ** min(self._count - 1, 30))
         # Full jitter: writers that failed at the same time must not retry at the same time.
-        pause = random.uniform(0, longest)  # noqa: S311
+        pause = _chance.uniform(0, longest)
         if now + pause - self._first >= self._policy.seconds:
             if self._count == 1:
                 raise error

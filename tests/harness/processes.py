@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import shutil
 import socket
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -13,19 +16,38 @@ from pathlib import Path
 
 from hsx_dist.jobs.kit.process import StartFailed
 
+# Locked files of the ports that this process got. They stay open until the process ends.
+_reserved: list[int] = []
+
 
 def free_ports(n: int, *, twin: int = 0) -> list[int]:
     """``n`` different unused TCP ports, outside the range of outgoing connections.
 
-    With ``twin``, each port plus ``twin`` is free too.
+    With ``twin``, each port plus ``twin`` is free too. No other process of the tests gets these ports: a server binds
+    its port some time later, and several of vLLM's servers can bind the same one.
     """
     found: list[int] = []
-    for port in random.sample(range(10100, 20000), k=4000):
-        if _is_free(port) and (not twin or _is_free(port + twin)):
+    # vLLM seeds the random numbers of a process, so two processes of the tests would draw the same ports.
+    for port in random.SystemRandom().sample(range(10100, 20000), k=4000):
+        if all(_is_free(p) and _reserve(p) for p in {port, port + twin}):
             found.append(port)
         if len(found) == n:
             return found
     raise StartFailed(f"expected {n} free ports in 10100-20000, got {len(found)}. End processes that listen there.")
+
+
+def _reserve(port: int) -> bool:
+    """Lock the file of ``port`` until this process ends. False if a process has it."""
+    folder = Path(tempfile.gettempdir(), "hsx-test-ports")
+    folder.mkdir(exist_ok=True)
+    fd = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return False
+    _reserved.append(fd)
+    return True
 
 
 def _is_free(port: int) -> bool:

@@ -85,7 +85,7 @@ def test_no_range_is_added_if_files_cannot_be_removed(
             assert bytes(store.get_ranges("a", [r])[0]) == inner.objects["a"][r[0] : r[1]]
     assert sum(p.stat().st_size for p in tmp_path.glob("??/*")) <= 10_000
     assert caplog.text.count("no range is added, because files cannot be removed") == 1
-    monkeypatch.setattr("random.random", lambda: 0)  # a check is due
+    monkeypatch.setattr("hsx_dist.reading.cache._chance.random", lambda: 0)  # a check is due
     store.get_ranges("a", RANGES[-1:])
     inner.reset()
     store.get_ranges("a", RANGES[-1:])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -118,7 +119,10 @@ def test_zero_retry_seconds_means_one_try() -> None:
 
 
 def test_pauses_grow_and_are_jittered() -> None:
+    """Also in processes with the same seed: vLLM seeds each replica's."""
+    random.seed(0)
     _, a = _pauses(8)
+    random.seed(0)
     _, b = _pauses(8)
     assert a != b
     assert all(p <= 0.1 * 2**i for i, p in enumerate(a))

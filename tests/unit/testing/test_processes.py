@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +25,16 @@ def is_running(pid: int) -> bool:
 def test_free_ports_differ_and_so_do_their_twins() -> None:
     ports = free_ports(20, twin=10000)
     assert len({*ports, *(p + 10000 for p in ports)}) == 40
+
+
+def test_two_processes_with_the_same_seed_get_different_ports() -> None:
+    """vLLM seeds ``random`` with 0 in each process that has an engine."""
+    random.seed(0)
+    mine = free_ports(50)
+    code = "import random; from tests.harness.processes import free_ports; random.seed(0); print(*free_ports(50))"
+    theirs = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert len(theirs) == 50
+    assert not set(mine) & set(map(int, theirs))
 
 
 def test_terminate_ends_what_left_the_group(tmp_path: Path) -> None:
