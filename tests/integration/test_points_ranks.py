@@ -25,7 +25,6 @@ CAPTURE: dict[str, Any] = {
 }
 
 
-@pytest.mark.timeout(600)
 def test_two_ranks_store_every_head_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # otherwise two ranks on one NUMA node do not start
     plugin.register()

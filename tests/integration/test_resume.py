@@ -231,7 +231,6 @@ STORED = {"hidden_states": (0, 4), "q": (1,), "k": (3,), "mlp_out": (0, 1, 2, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_points_of_a_killed_job_that_is_resumed_equal_those_of_a_run_that_was_left_alone(
     settings, good, model, s3, tmp_path
 ):
