@@ -57,7 +57,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("tasks_open", "gauge", "driver", "Tasks of replicas that are not finished.", "", False),
     Metric("oldest_task_seconds", "gauge", "driver", "Age of the oldest of those tasks.", "", False),
     Metric("lost_segments", "counter", "driver", "Segments that a writer took and could not store.", "", False),
-    Metric("receipt_timestamp_seconds", "gauge", "driver", "Time of the last receipt, in Unix seconds.", "", False),
+    Metric(
+        "receipt_timestamp_seconds",
+        "gauge",
+        "driver",
+        "Time of the last stored part, before it of the first ready engine, in Unix seconds.",
+        "",
+        False,
+    ),
     Metric("samples", "counter", "replica", "Samples whose states were all sent to the writers."),
     Metric(
         "skipped",
