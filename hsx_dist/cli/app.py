@@ -338,7 +338,7 @@ def gc(
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove parts without a receipt, if no driver works on the run, or a server's expired objects (ttl_seconds).
+    """Remove parts that no reader needs, if no driver works on the run, or a server's expired objects (ttl_seconds).
     A dry run by default."""
     from hsx_dist.cli.gc import run_gc
 

@@ -156,7 +156,7 @@ def _gc_run(place: Place, path: str, *, delete: bool, watch: float, as_json: boo
     require_dead(place.store, watch_seconds=watch)
     if delete:
         require_conditional_puts(place.store)
-    found = _collect(place.store, unproven(place, seal=delete), "no receipt names", delete=delete, as_json=as_json)
+    found = _collect(place.store, unproven(place, seal=delete), "no reader needs", delete=delete, as_json=as_json)
     earlier = _collect(place.root, left_behind(place.root), "of a removed run:", delete=delete, as_json=as_json)
     left = _collect(place.root, own_unfinished(place), "never finished", delete=delete, as_json=as_json)
     if delete:
@@ -177,7 +177,7 @@ def _gc_run(place: Place, path: str, *, delete: bool, watch: float, as_json: boo
             }
         )
         return
-    say(f"{len(found):,} parts without a receipt ({bytes_text(size)}){_what_happens(delete)}")
+    say(f"{len(found):,} parts that no reader needs ({bytes_text(size)}){_what_happens(delete)}")
     if earlier:
         say(f"{len(earlier):,} objects of runs that were removed here{_what_happens(delete)}")
     _print_unfinished(left, delete=delete)

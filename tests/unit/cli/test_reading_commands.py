@@ -266,10 +266,16 @@ def test_gc_removes_files_that_were_never_finished(store: Store, capsys: pytest.
     assert hsx("verify", store.url) == 0
 
 
-def test_gc_finishes_what_a_consumer_marked_and_did_not_delete(store: Store) -> None:
+def test_gc_finishes_what_a_consumer_marked_and_did_not_delete(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = own(store)
     part = min(info.name for info in run.list("data/"))
     run.put(removal_mark(part), [b"{}"])
+    assert hsx("gc", store.url) == 0
+    listed = capsys.readouterr().out
+    assert f"no reader needs {part}" in listed
+    assert "without a receipt" not in listed  # a receipt names it
     assert hsx("gc", store.url, "--delete") == 0
     assert part not in names(run)
     assert hsx("verify", store.url) == 0
