@@ -101,7 +101,7 @@ def logging_missing_rows(rows: Rows, manifest: Manifest, console: Console) -> It
         some = ", ".join(first) + (", …" if missing > 5 else "")
         console.print(
             f"ended by {type(e).__name__}: {missing} rows are not stored ({some}); samples with a receipt stay. "
-            "Correct the cause, then start the command again: it computes only rows without a receipt",
+            "Correct the cause, then start the command again: it skips the rows with a stored sample",
             soft_wrap=True,
         )
         raise
