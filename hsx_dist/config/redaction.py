@@ -39,6 +39,7 @@ _SETTING = re.compile(
 )
 #: The next quoted text of a list or of an object, also the name of its next member.
 _NEXT_VALUE = re.compile(_UNQUOTED + _QUOTE)
+_NAME = re.compile(r"[\w.-]{1,100}")
 _IS_NAME = re.compile(r"\\*['\"]\s{0,40}[:=]")
 _ELEMENT = re.compile(rf"<([\w.:-]{{1,100}})(\s[^<>]*+)?>(?!{_HIDDEN})(?:\s{{0,40}}<!\[CDATA\[)?[^<]+")
 _TOKEN = re.compile(
@@ -159,6 +160,10 @@ def _settings(text: str) -> Iterator[tuple[int, int]]:
                 break
             if end > at and not text.startswith(HIDDEN, at) and not is_env_reference(text[at:end]):
                 yield at, end
+            if not found[3] and _NAME.fullmatch(text, at, end):
+                # It may also be the name of the next setting: ``unknown key: 'password': 'value'``. Both are hidden,
+                # because a message about a credential looks the same: ``invalid key: 'value': 'reason'``.
+                break
             at = min(end + len(quote), len(text))
             following = _NEXT_VALUE.match(text, at) if found[3] else None
             if following is None:

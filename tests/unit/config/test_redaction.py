@@ -72,6 +72,11 @@ HUB = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZabcdefgh"
         (f"'password':\n    '{SECRET}'", "'password':\n    '(not shown)'"),
         (f"connect(host='h', password='{SECRET}')", "connect(host='h', password='(not shown)')"),
         (f"'n': 'password', 'password': '{SECRET}'", "'n': 'password', 'password': '(not shown)'"),
+        (f"ignored key: 'password': '{SECRET}' x", "ignored key: '(not shown)': '(not shown)' x"),
+        (f"token= 'credentials': {{'a': '{SECRET}'}}", "token= '(not shown)': {'(not shown)': '(not shown)'}"),
+        (f"invalid key: 'a': {{'password': '{SECRET}'}}", "invalid key: '(not shown)': {'password': '(not shown)'}"),
+        (f"invalid api_key: '{SECRET}': 'it is too old'", "invalid api_key: '(not shown)': 'it is too old'"),
+        (f"unknown key: 'password', '{SECRET}'", "unknown key: '(not shown)', '(not shown)'"),
         (
             f"<n:SecretAccessKey a='b'>{SECRET}</n:SecretAccessKey>",
             "<n:SecretAccessKey a='b'>(not shown)</n:SecretAccessKey>",
@@ -194,6 +199,30 @@ PIECES = (
 )
 
 
+_SECRET_NAMES = st.sampled_from(
+    ["password", "client_secret", "auth.token", "--api-key", "cookie", "AWS_SECRET_ACCESS_KEY"]
+)
+_QUOTES = st.sampled_from(["'", '"', '\\"'])
+_SEPARATORS = st.sampled_from([": ", ":", "=", " = ", ":\n  "])
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True)
+@given(
+    st.lists(st.sampled_from(["key", "a", "token", "auth", ":", "= ", " ", ", ", "\n", "KeyError: "]), max_size=6),
+    st.lists(st.tuples(_QUOTES, st.one_of(_SECRET_NAMES, st.just("n")), _SEPARATORS), max_size=3),
+    st.tuples(_QUOTES, _SECRET_NAMES, _SEPARATORS, st.sampled_from(["", "b", "{'a': ", "[1, None, "]), _QUOTES),
+)
+@example(["key", ": "], [], ("'", "password", ": ", "", "'"))
+def test_names_before_a_setting_hide_no_credential(
+    before: list[str], names: list[tuple[str, str, str]], setting: tuple[str, str, str, str, str]
+) -> None:
+    """The words before a setting may make its name look like a value."""
+    quoted = "".join(f"{quote}{name}{quote}{separator}" for quote, name, separator in names)
+    quote, name, separator, opening, value_quote = setting
+    text = f"{''.join(before)}{quoted}{quote}{name}{quote}{separator}{opening}{value_quote}{SECRET}{value_quote} x"
+    assert SECRET not in redact_text(text)
+
+
 @settings(max_examples=1500, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
 @example("s3://u@\uff20")
@@ -312,6 +341,7 @@ def test_a_cut_separates_no_value_from_its_name(monkeypatch: pytest.MonkeyPatch,
         ),
         *("<key><![CDATA[", "'key':{'a':", "key='''", "key=[''''", 'Authorization:Basic "', 'Authorization:Basic \\"'),
         *("'a':['b',", "'key':['b',", "'key',", "?key=?", "?a=?", "a='", "key='", "\\'key':\\'", "key=[", "\\"),
+        *("key:'key':", "key='key',"),
         *("a=[", "key=[a=[\\\\", "key=[\\a", "key=['',[[", "<key a", "<key a='", "'key',{1:'a':", "key=['''"),
     ],
 )
