@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,6 +17,7 @@ from hsx_dist.config.secret_names import is_env_reference
 from hsx_dist.config.secrets import hide_secrets, secret_paths
 from hsx_dist.config.urls import public_url
 from hsx_dist.errors import ConfigError
+from hsx_dist.home import with_home
 
 #: Name of a setting, such as ``store.storage_options.client_kwargs``. No URL, which may have a credential, matches.
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -65,7 +65,7 @@ def load_config(path: str | None, overrides: Sequence[str] = (), **direct: Any) 
 def read_yaml(path: str) -> dict[str, Any]:
     """Return the mapping in a local YAML file. Raises ConfigError if there is none."""
     try:
-        with Path(path).expanduser().open(encoding="utf-8") as file:
+        with with_home(path).open(encoding="utf-8") as file:
             text = file.read(_MAX_LENGTH + 1)
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) and e.strerror else type(e).__name__

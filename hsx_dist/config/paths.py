@@ -8,6 +8,7 @@ from typing import Any
 
 from hsx_dist.config.models import ExtractConfig
 from hsx_dist.errors import ConfigError
+from hsx_dist.home import with_home
 
 
 def resolve_paths(config: ExtractConfig, base: Path) -> ExtractConfig:
@@ -52,7 +53,7 @@ def absolute_path(path: str, base: Path) -> str:
     """Return a relative local path made absolute by ``base``. URLs stay as they are."""
     if not is_local(path):
         return path
-    return str((base / Path(path).expanduser()).resolve())
+    return str((base / with_home(path)).resolve())
 
 
 def _model(model: str, base: Path) -> str:

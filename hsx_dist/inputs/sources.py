@@ -19,6 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from hsx_dist.config import InputConfig, is_local, public_url
 from hsx_dist.errors import ConfigError, FormatError, Unavailable
+from hsx_dist.home import with_home
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.inputs.file_systems import file_info, innermost, is_web, name_of
 from hsx_dist.inputs.read_ahead import check_fetched
@@ -175,7 +176,7 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     """Return the file system of ``config.path``, and the path on it."""
     if is_local(config.path):
         # Not by url_to_fs, which would read a colon in a local name as the end of a scheme.
-        return LocalFileSystem(), str(Path(config.path).expanduser().absolute())
+        return LocalFileSystem(), str(with_home(config.path).absolute())
     check_options(config.storage_options)
     _check_chain(config.path, shown)
     fs, path = fsspec.core.url_to_fs(config.path, **bounding_answers(config.path, config.storage_options))

@@ -6,10 +6,10 @@ A stored run does not choose the tokenizer. Otherwise its author could make a re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError, is_error
+from hsx_dist.home import with_home
 from hsx_dist.logger import get_logger
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
 from hsx_dist.reading.arguments import path_text
@@ -57,7 +57,7 @@ def load_decoder(source: str) -> Decode:
             "--tokenizer: expected the package tokenizers, got none. Install it, or leave the option out"
         ) from None
     try:
-        folder = Path(source).expanduser()
+        folder = with_home(source)
         if folder.is_dir():
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         else:

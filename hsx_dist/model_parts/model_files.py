@@ -23,6 +23,7 @@ from hsx_dist.format.json_objects import (
     shown,
     text,
 )
+from hsx_dist.home import with_home
 from hsx_dist.logger import get_logger
 from hsx_dist.model_parts.config_numbers import count, positive
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
@@ -160,7 +161,7 @@ class ModelFiles:
         """Return the name and folder of the model that the caller named."""
         if not model:
             raise ConfigError("model: expected a folder or an id of the Hugging Face hub, got none. Name one")
-        path = Path(resolve_model(path_text("model", model))).expanduser()
+        path = with_home(resolve_model(path_text("model", model)))
         return model, path if (path / "config.json").is_file() else self._hub(model, None)
 
     def _stored(self, run: Run) -> tuple[str, Path]:

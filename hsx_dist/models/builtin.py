@@ -10,6 +10,7 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.home import with_home
 from hsx_dist.models import smollm2 as _smollm2
 
 SMOLLM2 = "builtin:smollm2-135m-instruct"
@@ -18,7 +19,7 @@ _FOLDER = "smollm2-135m-instruct-1"  # the number changes when a build would dif
 
 def cache_folder() -> Path:
     """The folder of built models: ``HSX_CACHE``, or the user's cache directory."""
-    return Path(os.environ.get("HSX_CACHE") or user_cache_path("hsx_dist")).expanduser().resolve()
+    return with_home(os.environ.get("HSX_CACHE") or user_cache_path("hsx_dist")).resolve()
 
 
 def smollm2(cache: Path | None = None) -> Path:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
+from hsx_dist.home import with_home
 from hsx_dist.store.base import (
     Buffer,
     ObjectInfo,
@@ -56,7 +57,7 @@ class LocalStore:
     """
 
     def __init__(self, root: str | os.PathLike[str]):
-        self._root = RootFolder(Path(root).expanduser().absolute())
+        self._root = RootFolder(with_home(root).absolute())
 
     @property
     def url(self) -> str:

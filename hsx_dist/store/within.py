@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 from hsx_dist.config.urls import check_no_credentials, public_url
 from hsx_dist.errors import ConfigError, StoreError
+from hsx_dist.home import with_home
 from hsx_dist.store.base import ObjectInfo, Store
 from hsx_dist.store.folder_listing import UNFINISHED
 from hsx_dist.store.folders import SAFELY, is_link
@@ -105,7 +106,7 @@ def _name_in_folder(base: str, named: str) -> str | None:
     path = Path(named)
     if path.name in ("", "..") or ".." in path.parts:
         return None
-    folder = Path(os.path.realpath(Path(base).expanduser()))
+    folder = Path(os.path.realpath(with_home(base)))
     found = Path(os.path.realpath(path.parent)) / path.name
     return found.relative_to(folder).as_posix() if folder in found.parents else None
 
