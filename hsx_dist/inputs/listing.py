@@ -8,6 +8,7 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from fnmatch import translate
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,7 @@ _NO_ROWS = re.compile(
 #: ``rows.jsonl/part-0``.
 _MAY_HAVE_ROWS = re.compile(rf"({'|'.join(map(re.escape, _FORMATS))})(?![a-z])", re.IGNORECASE)
 _REFUSED = re.compile(rf"({'|'.join(map(re.escape, ARCHIVES))})$", re.IGNORECASE)
+_WILDCARD = re.compile(r"[*?\[]")
 #: Files that Hugging Face's ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` write into their folders.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
@@ -88,11 +90,10 @@ def _find(config: InputConfig, shown: str) -> Input:
             if "*" in shown:
                 raise no_web_file(shown, "a glob") from None
             raise
-        if not re.search(r"[*?\[]", config.path):
+        base, pattern = _glob(fs, path)
+        if not pattern:
             raise
         _refuse_split(config)
-        base = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0] or path[: path.startswith("/")]  # type: ignore[union-attr]
-        pattern = path[len(base) :].strip("/")
         _check_pattern(pattern, shown)
         found = _listed(fs, base, pattern)
         if pattern.rpartition("/")[2] == "**":  # matches the files of the folders, too
@@ -169,6 +170,22 @@ def _refuse_split(config: InputConfig) -> None:
             f"input.split: expected the folder of a saved data set with {_SPLITS}, got {public_url(config.path)}. "
             "Name that folder, or remove input.split"
         )
+
+
+def _glob(fs: Any, path: str) -> tuple[str, str]:
+    """Return the folder in which to search for a glob, and the glob in it. It is empty if ``path`` is no glob.
+
+    ``path`` does not exist. Its first folders that exist are names, not patterns: the working folder, which a relative
+    path does not show, may be named ``run[1]``.
+    """
+    steps = path.split("/")
+    for at in (i for i, step in enumerate(steps) if _WILDCARD.search(step)):
+        folder = "/".join(steps[: at + 1])
+        with suppress(FileNotFoundError):
+            if folder != path and file_info(fs, folder)["type"] == "directory":
+                continue
+        return "/".join(steps[:at]) or path[: path.startswith("/")], "/".join(steps[at:]).strip("/")
+    return path, ""
 
 
 def _check_pattern(pattern: str, shown: str) -> None:

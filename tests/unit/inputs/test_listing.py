@@ -23,7 +23,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.implementations.zip import ZipFileSystem
 from fsspec.utils import glob_translate
 
-from hsx_dist.config import InputConfig
+from hsx_dist.config import InputConfig, absolute_path
 from hsx_dist.errors import ConfigError
 from hsx_dist.inputs import folder_limits, listing, sources
 from hsx_dist.inputs.file_systems import name_of
@@ -73,6 +73,34 @@ def test_a_link_to_a_folder_is_refused_and_one_to_a_file_is_read(tmp_path: Path)
     (tmp_path / "in" / "more").symlink_to(tmp_path / "not mounted")
     with pytest.raises(ConfigError, match=r"at .*in/more, got no such file"):
         read(tmp_path / "in")
+
+
+@pytest.mark.parametrize(("name", "other"), [("run[1]", "run1"), ("run?", "run1"), ("r**n", "run"), ("[!a]*", "x")])
+def test_the_name_of_a_folder_that_exists_is_no_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, other: str
+) -> None:
+    """Otherwise a relative path reads the rows of another folder."""
+    lines(tmp_path / name / "in" / "own.jsonl", "own")
+    lines(tmp_path / other / "in" / "other.jsonl", "other")
+    monkeypatch.chdir(tmp_path / name)
+    monkeypatch.setenv("HOME", str(tmp_path / name))
+    for path in ("in/*.jsonl", "./i[n]/*.jsonl", "**/*.jsonl", "~/in/*.jsonl", f"{tmp_path}/{name}/in/*.jsonl"):
+        for resolved in (path, absolute_path(path, Path.cwd())):
+            assert [row.text for row in read(resolved)] == ["own"]  # type: ignore[union-attr]
+    for path in ("in/other.jsonl", "in/oth*", "~/in/other.jsonl"):
+        with pytest.raises(ConfigError, match=r"got no such file|got none"):
+            read(path)
+    monkeypatch.chdir(tmp_path)
+    assert [row.text for row in read(f"{name}/in/*.jsonl")] == ["own"]  # type: ignore[union-attr]
+
+
+def test_a_folder_whose_name_is_a_pattern_is_read_from_a_zip_file(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a[1].zip", "w") as archive:
+        for name in ("run[1]/own.jsonl", "run1/other.jsonl"):
+            archive.writestr(name, '{"text": "a"}\n')
+    assert keys(f"zip://run[1]/*.jsonl::{tmp_path}/a[1].zip") == ["own:00000000"]
+    with pytest.raises(ConfigError, match="got no such file"):
+        read(f"zip://missing.jsonl::{tmp_path}/a[1].zip")
 
 
 def test_an_unknown_compression_in_a_folder_is_refused(tmp_path: Path) -> None:
