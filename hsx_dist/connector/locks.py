@@ -28,7 +28,7 @@ from pathlib import Path
 from hsx_dist.format.markers import lock_name
 from hsx_dist.logger import get_logger
 from hsx_dist.store.folder_listing import UNFINISHED
-from hsx_dist.store.folders import SAFELY, is_at, opened
+from hsx_dist.store.folders import SAFELY, close, closed_on_error, is_at, opened
 from hsx_dist.transport.affinity import any_core
 
 log = get_logger(__name__)
@@ -136,7 +136,7 @@ class ObjectLocks:
                     fd, lock.fd, lock.held = lock.fd, fd, held
             if held and not kept and not self._is_there(name):
                 self._remove(name, fd)
-            os.close(fd)
+            close(fd)
 
     def _settle(self, name: str, holder: str) -> bool:
         """Try a queued lock. Returns whether no further try is needed."""
@@ -238,7 +238,7 @@ class ObjectLocks:
                     return  # ``release_all`` has closed it
                 if not lock.holders:
                     del self._held[name]
-                    os.close(lock.fd)
+                    close(lock.fd)
                     return
                 if not empty:
                     lock.going = False
@@ -264,7 +264,7 @@ class ObjectLocks:
         with self._mutex:
             if self._held.get(name) is lock:
                 fd, lock.fd, lock.held = lock.fd, fd, held
-            os.close(fd)
+            close(fd)
 
     def release_all(self) -> None:
         """Close all lock files at shutdown, which releases their locks."""
@@ -276,7 +276,7 @@ class ObjectLocks:
             return  # a file system call hangs: the process's end releases the locks instead
         with self._mutex:
             for lock in self._held.values():
-                os.close(lock.fd)
+                close(lock.fd)
             self._held.clear()
             self._names.clear()
 
@@ -312,7 +312,7 @@ class ObjectLocks:
                     fcntl.flock(fd, fcntl.LOCK_UN)
                 return (os.dup(fd), False) if last else None
             finally:
-                os.close(fd)
+                close(fd)
 
     def _remove(self, name: str, fd: int) -> None:
         """Remove the lock file ``fd``. Another server's file may be there: the mount may have been gone meanwhile."""
@@ -348,11 +348,10 @@ def _lock(fd: int, place: int, name: str, *, made: bool) -> bool:
 
 def _open_file(place: int, name: str, flags: int = 0) -> int:
     """Open or make a lock file. A link or a FIFO that another user planted is an ``OSError``."""
-    fd = os.open(name, os.O_CREAT | os.O_RDWR | SAFELY | flags, MODE, dir_fd=place)
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "expected a regular file as lock file, got another kind of file", name)
+    with closed_on_error(os.open(name, os.O_CREAT | os.O_RDWR | SAFELY | flags, MODE, dir_fd=place)) as fd:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "expected a regular file as lock file, got another kind of file", name)
     own = (
         found.st_uid == os.geteuid() and found.st_nlink == 1
     )  # else another user may have linked this user's file here
@@ -392,7 +391,7 @@ def _replace(place: int, name: str) -> int:
         fcntl.flock(renewed, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.rename(new, name, src_dir_fd=place, dst_dir_fd=place)
     except BaseException:
-        os.close(renewed)
+        close(renewed)
         with contextlib.suppress(OSError):
             os.unlink(new, dir_fd=place)
         raise

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
-from hsx_dist.store.folders import open_own, private_folder
+from hsx_dist.store.folders import close, open_own, private_folder
 
 log = get_logger(__name__)
 
@@ -43,15 +43,15 @@ class CoreClaim:
                 try:
                     fcntl.flock(self._files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    os.close(self._files.pop())
+                    close(self._files.pop())
                 else:
                     self.cores.append(core)
         finally:
-            os.close(folder)
+            close(folder)
 
     def release(self) -> None:
         for fd in self._files:
-            os.close(fd)
+            close(fd)
         self._files.clear()
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 from hsx_dist.errors import Denied, HsxError, NotFound, Unavailable
 from hsx_dist.format.markers import lock_name
-from hsx_dist.store.folders import SAFELY, is_at, opened
+from hsx_dist.store.folders import SAFELY, close, is_at, opened
 
 #: Errors of a name without a lock file, and of a file system without locks or that can only be read.
 _NO_LOCK = frozenset(
@@ -48,7 +48,7 @@ def shared_lock(root: str, name: str) -> Iterator[None]:
             raise answer
     finally:
         if fd is not None:
-            os.close(fd)
+            close(fd)
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def exclusive_lock(root: str, name: str) -> Iterator[bool]:
         yield fd is not None
     finally:
         if fd is not None:
-            os.close(fd)
+            close(fd)
 
 
 def _take(root: str, name: str, *, alone: bool = False) -> int | None:
@@ -85,10 +85,10 @@ def _take(root: str, name: str, *, alone: bool = False) -> int | None:
                 if is_at(fd, parent, last):
                     return fd
             # The lock file was replaced: a server replaces a file that readers hold. Try the new file.
-            os.close(fd)
+            close(fd)
         except BlockingIOError:
             if fd is not None:
-                os.close(fd)
+                close(fd)
             where = f"{root}/{name}"
             raise NotFound(
                 f"{where}: expected a finished object, got the lock {lock_name(where)}, held by a server. Wait longer"
@@ -97,7 +97,7 @@ def _take(root: str, name: str, *, alone: bool = False) -> int | None:
             if e.errno in _NO_LOCK:
                 return fd
             if fd is not None:
-                os.close(fd)
+                close(fd)
             if isinstance(e, PermissionError) or e.errno == errno.EBADF:  # EBADF: of NFS, see ``_open``
                 # Without the lock a reader could get the result of an earlier request of this name, and ``hsx gc``
                 # could delete an object in use.

@@ -53,18 +53,14 @@ def opened(
     folder = os.dup(root) if isinstance(root, int) else os.open(root, FOLDER)
     try:
         for name in path.split("/") if path else ():
-            child = _enter(folder, name, make=make, own_links=own_links)
-            try:
+            with closed_on_error(_enter(folder, name, make=make, own_links=own_links)) as child:
                 if entered is not None:
                     entered(folder, child, name)
-            except BaseException:
-                os.close(child)
-                raise
-            os.close(folder)
+            close(folder)
             folder = child
         yield folder
     finally:
-        os.close(folder)
+        close(folder)
 
 
 def _enter(folder: int, name: str, *, make: bool, own_links: bool) -> int:
@@ -83,10 +79,29 @@ def _enter(folder: int, name: str, *, make: bool, own_links: bool) -> int:
             if not own_links:
                 raise OSError(errno.ELOOP, f"{name!r} is a symbolic link") from None
             return _through(folder, name)
-        if make and _is_planted(folder, child):
-            os.close(child)
-            raise PermissionError(errno.EACCES, f"the folder {name!r} belongs to another user")
+        with closed_on_error(child):
+            if make and _is_planted(folder, child):
+                raise PermissionError(errno.EACCES, f"the folder {name!r} belongs to another user")
         return child
+
+
+def close(fd: int) -> None:
+    """Close a descriptor through which nothing was written.
+
+    Its errors have no meaning. Linux closes it nevertheless: a second try could close another thread's descriptor.
+    """
+    with suppress(OSError):
+        os.close(fd)
+
+
+@contextmanager
+def closed_on_error(fd: int) -> Iterator[int]:
+    """Yield ``fd``, and close it if the block raises. Each call on an open descriptor may fail, also ``fstat``."""
+    try:
+        yield fd
+    except BaseException:
+        close(fd)
+        raise
 
 
 def is_link(folder: int, name: str) -> bool:
@@ -127,11 +142,11 @@ def _through(folder: int, name: str) -> int:
                 if not target.startswith("/"):
                     continue
                 found = os.open("/", SEARCH)
-            os.close(here)
+            close(here)
             here = found
         return os.open(".", FOLDER, dir_fd=here)
     finally:
-        os.close(here)
+        close(here)
 
 
 def _own_target(folder: int, name: str) -> str | None:
@@ -147,7 +162,7 @@ def _own_target(folder: int, name: str) -> str | None:
         own = stat.S_ISLNK(found.st_mode) and found.st_uid in (0, os.geteuid())
         return os.readlink("", dir_fd=link) if own else None
     finally:
-        os.close(link)
+        close(link)
 
 
 def _is_planted(folder: int, child: int) -> bool:
@@ -171,11 +186,11 @@ def private_folder(path: Path) -> int:
         if e.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EACCES):
             raise
         raise ConfigError(_not_private(path, str(e.strerror))) from e
-    found = os.fstat(folder)
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        os.close(folder)
-        owner = f"owner {found.st_uid} and mode {stat.S_IMODE(found.st_mode):o}"
-        raise ConfigError(_not_private(path, owner))
+    with closed_on_error(folder):
+        found = os.fstat(folder)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            owner = f"owner {found.st_uid} and mode {stat.S_IMODE(found.st_mode):o}"
+            raise ConfigError(_not_private(path, owner))
     return folder
 
 
@@ -192,16 +207,12 @@ def open_own(folder: int, name: str, flags: int, mode: int = 0o600) -> int:
     Raises:
         OSError: ``EACCES`` for a file of another user, ``ELOOP`` for a link, ``EINVAL`` for a FIFO or a device.
     """
-    fd = os.open(name, flags | SAFELY, mode, dir_fd=folder)
-    found = os.fstat(fd)
-    number = 0
-    if not stat.S_ISREG(found.st_mode):
-        number = errno.EINVAL
-    elif found.st_uid != os.geteuid():
-        number = errno.EACCES
-    if number:
-        os.close(fd)
-        raise OSError(number, os.strerror(number), name)
+    with closed_on_error(os.open(name, flags | SAFELY, mode, dir_fd=folder)) as fd:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), name)
+        if found.st_uid != os.geteuid():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
     return fd
 
 
@@ -234,14 +245,14 @@ class SyncedFolders:
             return
         with self._mutex:
             if key in self._kept:  # another thread was faster
-                os.close(kept)
+                close(kept)
                 return
             self._kept[key] = kept
             if len(self._kept) > self._most:
-                os.close(self._kept.popitem(last=False)[1])
+                close(self._kept.popitem(last=False)[1])
 
     def close(self) -> None:
         """Close all folders. A file system cannot be unmounted while this process keeps one of its folders open."""
         with self._mutex:
             while self._kept:
-                os.close(self._kept.popitem()[1])
+                close(self._kept.popitem()[1])

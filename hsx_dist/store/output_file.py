@@ -16,7 +16,7 @@ from typing import BinaryIO
 from hsx_dist.errors import ConfigError, HsxError
 from hsx_dist.store.faults import FULL
 from hsx_dist.store.folder_listing import UNFINISHED
-from hsx_dist.store.folders import SAFELY, opened
+from hsx_dist.store.folders import SAFELY, closed_on_error, opened
 
 #: Number in the message of a library in Rust, such as safetensors.
 _RUST = re.compile(r"\(os error (\d{1,4})\)")
@@ -27,10 +27,9 @@ def regular_file(path: str, flags: int) -> int:
 
     Raises ``OSError`` for a link, a FIFO, a socket, a device and a folder.
     """
-    fd = os.open(path, flags | SAFELY, 0o666)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", path)
+    with closed_on_error(os.open(path, flags | SAFELY, 0o666)) as fd:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
     return fd
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hsx_dist.errors import Unavailable
-from hsx_dist.store.folders import FOLDER, SEARCH
+from hsx_dist.store.folders import FOLDER, SEARCH, close
 
 
 class _Witness(NamedTuple):
@@ -105,7 +105,7 @@ class RootFolder:
             self._require_seen(folder)
             yield folder
         finally:
-            os.close(folder)
+            close(folder)
 
     def require(self) -> None:
         """Raise ``Unavailable`` if the folder was seen, and now none or another one is at its path."""

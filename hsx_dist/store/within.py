@@ -15,7 +15,7 @@ from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.home import with_home
 from hsx_dist.store.base import ObjectInfo, Store
 from hsx_dist.store.folder_listing import UNFINISHED
-from hsx_dist.store.folders import SAFELY, is_link
+from hsx_dist.store.folders import SAFELY, close, is_link
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.opening import open_store
 from hsx_dist.store.retry import RetryStore
@@ -57,7 +57,7 @@ class ConfinedFolder(LocalStore):
             self._root.saw(name, found, "last")
             yield fd
         finally:
-            os.close(fd)
+            close(fd)
 
 
 def open_within(prefix: str, place: object, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
