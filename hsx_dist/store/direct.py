@@ -24,7 +24,8 @@ import numpy as np
 LEAST_BYTES = 1 << 20
 #: Size of the buffer of each writing thread.
 _BUFFER_BYTES = 4 << 20
-#: Direct writes need addresses, lengths and offsets that are multiples of the device's block, at most 4 KiB.
+#: Direct writes need addresses, lengths and offsets that are multiples of the device's block. That is at most 4 KiB on
+#: most devices. A device with larger blocks refuses some writes, and gets the rest of such a file buffered.
 _ALIGN = 4096
 #: Below this size a copy into the buffer costs less than a separate write.
 _WORTH_WRITING = 256 << 10
@@ -45,17 +46,18 @@ def write_direct(fd: int, views: Sequence[memoryview]) -> bool:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _FLAG)
-        return _write(fd, views)
     except OSError as e:
-        # Some file systems accept the flag and refuse the first write.
-        if e.errno not in _UNKNOWN or os.lseek(fd, 0, os.SEEK_CUR):
+        if e.errno not in _UNKNOWN:
             raise
         return False
+    try:
+        _write(fd, views)
     finally:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return True
 
 
-def _write(fd: int, views: Sequence[memoryview]) -> bool:
+def _write(fd: int, views: Sequence[memoryview]) -> None:
     buffer = _buffer()
     filled = total = 0
     for view in views:
@@ -76,7 +78,6 @@ def _write(fd: int, views: Sequence[memoryview]) -> bool:
     if filled:
         _write_all(fd, buffer[: -(-filled // _ALIGN) * _ALIGN])
         os.ftruncate(fd, total)
-    return True
 
 
 def _at_once(data: np.ndarray[Any, Any]) -> int:
@@ -87,11 +88,21 @@ def _at_once(data: np.ndarray[Any, Any]) -> int:
 
 def _write_all(fd: int, data: np.ndarray[Any, Any]) -> None:
     while len(data):
-        data = data[os.write(fd, data.data) :]
+        try:
+            data = data[os.write(fd, data.data) :]
+        except OSError as e:
+            # Some file systems accept the flag and refuse the first write, or one that is not a multiple of a block.
+            if e.errno not in _UNKNOWN or not fcntl.fcntl(fd, fcntl.F_GETFL) & _FLAG:
+                raise
+            _continue_buffered(fd)
         if len(data) % _ALIGN:
             # A short write, as on a full disk. Only a buffered write can continue at an unaligned offset, and it
             # raises the cause.
-            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_FLAG)
+            _continue_buffered(fd)
+
+
+def _continue_buffered(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_FLAG)
 
 
 def _buffer() -> np.ndarray[Any, Any]:

@@ -145,8 +145,10 @@ class RetryStore:
     def unfinished(
         self, older_than: float = 0.0, unreadable: Callable[[str], None] | None = None
     ) -> Iterator[ObjectInfo]:
-        """See ``Folders``. Yields nothing if the store has no folders."""
-        return self._inner.unfinished(older_than, unreadable) if isinstance(self._inner, Folders) else iter(())
+        """See ``Folders``. Yields nothing if the store has no folders. Looks at all folders before it yields."""
+        inner = self._inner
+        if isinstance(inner, Folders):
+            yield from self._repeat(lambda: [*inner.unfinished(older_than, unreadable)])
 
     def _holds(self, name: str, data: bytes | Sequence[Buffer]) -> bool:
         """Whether the object is ``data``. Compares pieces, because the memory may not suffice for copies of samples."""

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,50 @@ def test_large_objects_go_past_the_cache_and_small_ones_do_not(tmp_path: Path, m
 def test_a_file_system_without_direct_writes_gets_normal_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int
 ) -> None:
-    def refuse(*_: Any) -> int:
-        raise OSError(answer, os.strerror(answer))
-
-    monkeypatch.setattr(direct.os, "write", refuse)
+    _refusing(monkeypatch, answer, lambda _: True)
     (view,) = views = _views(direct.LEAST_BYTES + 5)
     LocalStore(tmp_path).put("a", views)
     assert (tmp_path / "a").read_bytes() == view
+
+
+@pytest.mark.parametrize("answer", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_without_the_flag_gets_normal_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    real = fcntl.fcntl
+
+    def refuse(fd: int, command: int, argument: Any = 0) -> Any:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(answer, os.strerror(answer))
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(direct.fcntl, "fcntl", refuse)
+    (view,) = views = _views(direct.LEAST_BYTES + 5)
+    LocalStore(tmp_path).put("a", views)
+    assert (tmp_path / "a").read_bytes() == view
+
+
+@pytest.mark.parametrize("before", [0, 100])
+@pytest.mark.parametrize("nbytes", [(2 << 20) + 5, (5 << 20) + 3 * 4096 + 7, (9 << 20) + 4096])
+def test_a_device_with_larger_blocks_gets_the_rest_by_normal_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, before: int
+) -> None:
+    _refusing(monkeypatch, errno.EINVAL, lambda n: n % (64 << 10) > 0)
+    views = [*_views(before), _aligned(nbytes)]
+    LocalStore(tmp_path).put("a", views)
+    assert (tmp_path / "a").read_bytes() == b"".join(views)
+
+
+def _refusing(monkeypatch: pytest.MonkeyPatch, answer: int, refused: Callable[[int], bool]) -> None:
+    """Let direct writes fail whose number of bytes is ``refused``."""
+    real = os.write
+
+    def write(fd: int, data: Any) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and refused(len(data)):
+            raise OSError(answer, os.strerror(answer))
+        return real(fd, data)
+
+    monkeypatch.setattr(direct.os, "write", write)
 
 
 def test_short_direct_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

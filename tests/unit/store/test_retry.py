@@ -5,6 +5,7 @@ import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,3 +183,32 @@ def test_an_interrupted_listing_is_continued() -> None:
     store, clock = _retrying(inner)
     assert [o.name for o in store.list(after="0")] == ["1", "2", "3", "4", "5"]
     assert len(clock.pauses) == 2
+
+
+@pytest.mark.parametrize("moment", [0, 1])
+def test_unfinished_files_are_listed_again_if_the_mount_was_gone(tmp_path: Path, moment: int) -> None:
+    """The mount is gone before the listing, or in its middle."""
+    run, away = tmp_path / "run", tmp_path / "away"
+    for name in ("a", "b"):
+        LocalStore(run).put(f"{name}/x", [b"1"])
+        (run / name / ".hsx-unfinished-1").touch()
+    inner = LocalStore(run)
+    if moment == 0:
+        run.rename(away)
+
+    def back(_: float) -> None:
+        if away.exists():
+            away.rename(run)
+
+    class Leaving(LocalStore):
+        def unfinished(self, *more: Any) -> Iterator[ObjectInfo]:
+            found = inner.unfinished(*more)
+            if moment == 1 and not gone:
+                yield next(found)
+                gone.append(True)
+                run.rename(away)
+            yield from found
+
+    gone: list[bool] = []
+    store = RetryStore(Leaving(run), RetryPolicy(seconds=100.0), sleep=back)
+    assert [o.name for o in store.unfinished()] == ["a/.hsx-unfinished-1", "b/.hsx-unfinished-1"]
