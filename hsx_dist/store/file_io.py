@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 #: Buffers in one `writev`: half of Linux' and macOS' limit of 1024.
 _IOV_MAX = 512
+
+
+@contextmanager
+def closed_after(fd: int) -> Iterator[int]:
+    """Yield ``fd``, and close it at the end of the block."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def write_all(fd: int, views: Sequence[memoryview]) -> None:

@@ -26,7 +26,7 @@ from hsx_dist.store.base import (
 )
 from hsx_dist.store.direct import write_direct
 from hsx_dist.store.faults import FULL, TRANSIENT
-from hsx_dist.store.file_io import read_range, write_all
+from hsx_dist.store.file_io import closed_after, read_range, write_all
 from hsx_dist.store.folder_listing import UNFINISHED, FolderListing
 from hsx_dist.store.folders import FOLDER, SAFELY, SyncedFolders, is_at, opened
 from hsx_dist.store.inode_lock import NOT_OPENED, lacks_locks, lock_exclusively, lock_for_put
@@ -55,6 +55,9 @@ class LocalStore:
     The root's mount may be gone for a moment. A store that has seen its root takes no other folder at that path for it.
     Calls that find an object missing there, or store one, raise ``Unavailable``. See ``RootFolder``.
     """
+
+    #: Whether a put follows links that this process's user or root made.
+    _own_links = True
 
     def __init__(self, root: str | os.PathLike[str]):
         self._root = RootFolder(with_home(root).absolute())
@@ -150,7 +153,7 @@ class LocalStore:
         folder, last = self._split(name)
         with (
             self._translating("delete", name),
-            suppress(FileNotFoundError),
+            suppress(FileNotFoundError, NotADirectoryError),
             self._opened(folder) as fd,
             self._locked(fd, last, version) as unchanged,
         ):
@@ -188,7 +191,7 @@ class LocalStore:
         except FileNotFoundError:
             yield False
             return
-        with _opened(file):
+        with closed_after(file):
             try:
                 locked = lock_exclusively(file)
             except OSError as e:
@@ -252,7 +255,7 @@ class LocalStore:
             raise Unavailable(
                 f"get {path}: expected the object that was just found, got none. Check its mount"
             ) from None
-        with _opened(file) as fd:
+        with closed_after(file) as fd:
             found = os.fstat(fd)
             self._require_file(name, found)
             self._root.read(name, found)
@@ -272,7 +275,7 @@ class LocalStore:
                 parent = os.open(folder or ".", FOLDER, dir_fd=root)
             except PermissionError:  # a folder that may be searched, but not read
                 return os.stat(name, dir_fd=root)
-            with _opened(parent):
+            with closed_after(parent):
                 return os.stat(last, dir_fd=parent)
 
     def _require_file(self, name: str, found: os.stat_result) -> None:
@@ -286,7 +289,7 @@ class LocalStore:
         """Yield the open folder. Makes it and syncs its name if necessary."""
         with self._root.opened(make=True) as root:
             _synced.once(os.path.realpath(self._root.path), root, lambda: self._sync_root(root))
-            with opened(root, folder, make=True, own_links=True, entered=_sync_name) as fd:
+            with opened(root, folder, make=True, own_links=self._own_links, entered=_sync_name) as fd:
                 yield fd
             self._root.require_still(root)
 
@@ -328,6 +331,8 @@ class LocalStore:
                     f"{where}: expected a folder to write into, got {e.strerror}: an object and a folder cannot "
                     "share a name here. Choose another name or output"
                 ) from e
+            if verb == "delete" and isinstance(e, IsADirectoryError):
+                raise StoreError(f"{where}: expected an object, got a folder. Name an object in it") from e
             raise NotFound(f"{where}: there is no such object") from e
         except PermissionError as e:
             self._root.require()  # the folder below a mount is often private
@@ -351,14 +356,6 @@ class LocalStore:
 
 
 @contextmanager
-def _opened(fd: int) -> Iterator[int]:
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@contextmanager
 def _unfinished(folder: int, views: Sequence[memoryview]) -> Iterator[tuple[str, os.stat_result]]:
     """Yield name and status of a complete, synced file in the open ``folder``, and remove that name at the end.
 
@@ -367,7 +364,8 @@ def _unfinished(folder: int, views: Sequence[memoryview]) -> Iterator[tuple[str,
     """
     temporary = f"{UNFINISHED}{uuid.uuid4().hex}"
     try:
-        with _opened(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFELY, 0o666, dir_fd=folder)) as fd:
+        made = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFELY, 0o666, dir_fd=folder)
+        with closed_after(made) as fd:
             if not write_direct(fd, views):
                 write_all(fd, views)
             os.fsync(fd)
@@ -418,7 +416,7 @@ def _place(folder: int, temporary: str, last: str, what: str) -> None:
             if e.errno not in NOT_OPENED:
                 raise
             break
-        with _opened(there):
+        with closed_after(there):
             lock_for_put(there, what)
             if is_at(there, folder, last):
                 os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)

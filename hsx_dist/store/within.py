@@ -36,6 +36,8 @@ class ConfinedFolder(LocalStore):
     that folder. A folder or an object that another process swaps for a link at any moment raises ``StoreError``.
     """
 
+    _own_links = False
+
     def head(self, name: str) -> ObjectInfo:
         with self._translating("head", name), self._reading(name) as fd:
             return ObjectInfo(name, os.fstat(fd).st_size)

@@ -135,6 +135,23 @@ def test_an_object_in_the_way_of_a_folder(tmp_path: Path) -> None:
         store.put("d", [b"2"])
 
 
+def test_a_delete_of_a_folder_is_an_error_and_no_missing_object(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("folder/a", [b"1"])
+    for delete in (lambda: store.delete("folder"), lambda: store.delete_version("folder", "1")):
+        with pytest.raises(StoreError, match="expected an object, got a folder") as found:
+            delete()
+        assert not isinstance(found.value, NotFound)
+    assert store.get("folder/a") == b"1"
+
+
+def test_below_an_object_there_is_nothing_to_delete(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a", [b"1"])
+    store.delete("a/b")
+    assert not store.delete_version("a/b", "1")
+
+
 def test_relative_roots_do_not_follow_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     store = LocalStore("run")

@@ -282,3 +282,18 @@ def test_a_fifo_or_a_device_is_no_object(tmp_path: Path) -> None:
 def test_the_name_of_an_unfinished_file_is_refused(prefix: str) -> None:
     with pytest.raises(ConfigError, match="expected a path or URL under it"):
         open_within(prefix, f"{prefix}/x/.hsx-unfinished-1")
+
+
+@pytest.mark.parametrize("put", ["put", "put_if_absent", "put_version"])
+def test_a_put_in_a_confined_folder_follows_no_link(tmp_path: Path, put: str) -> None:
+    """``LocalStore`` follows links of this user."""
+    victim, root = tmp_path / "victim", tmp_path / "root"
+    victim.mkdir()
+    root.mkdir()
+    (root / "link").symlink_to(victim)
+    store = within.ConfinedFolder(root)
+    with pytest.raises(StoreError, match="symbolic link"):
+        getattr(store, put)("link/a", [b"1"], *["1"] * (put == "put_version"))
+    assert list(victim.iterdir()) == []
+    store.put("folder/a", [b"1"])
+    assert store.get("folder/a") == b"1"
