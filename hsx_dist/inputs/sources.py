@@ -274,8 +274,14 @@ def with_config_errors(do: Callable[[], _T], shown: str) -> _T:
         return do()
     except (ConfigError, Unavailable, MemoryError):
         raise
-    except FileNotFoundError:
+    except FileNotFoundError as e:
         came, todo = "no such file or bucket", "Check the path"
+        status = getattr(e.__cause__, "status", 404)  # fsspec calls every answer of a web server a missing file
+        if isinstance(status, int) and status != 404:
+            came, todo = f"the status {status}", "Check the URL and input.storage_options"
+            if 300 <= status < 400:
+                came = "a redirect that is not followed"
+                todo = "Name the URL behind it, or remove headers, cookies and passwords from input.storage_options"
     except PermissionError:
         came, todo = "a refusal", "Check the file's mode, or the credentials (input.storage_options)"
     except ImportError as e:

@@ -1,15 +1,18 @@
-"""An answer of a web server that takes no more memory than its request asked for."""
+"""Answers of a web server that take no more memory than their requests asked for, and redirects to other servers."""
 
 from __future__ import annotations
 
 import re
+from typing import Any, Literal
 
 import aiohttp
+from yarl import URL
 
 from hsx_dist.config.urls import public_url
 from hsx_dist.store.base import require_at_most
 from hsx_dist.store.partial_answers import PAGES, part_of, require_part
 
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 
 
@@ -54,3 +57,59 @@ class PartialResponse(BoundedResponse):
     """An answer of a service that has ranges: each request for one gets a part."""
 
     _whole_suffices = False
+
+
+class RedirectedResponse(BoundedResponse):
+    """An answer of an HTTP server, which may redirect reads. aiohttp follows a redirect after ``start``.
+
+    An upload is never redirected: after a 303, aiohttp sends a GET. Its answer does not show that nothing is stored.
+    """
+
+    #: To which servers reads are redirected.
+    _to: Literal["any", "same", "none"] = "any"
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        """Read the answer's headers.
+
+        Raises:
+            ClientResponseError: the answer is a redirect that must not be followed.
+        """
+        await super().start(connection)
+        if self.status in _REDIRECTS and not self._follows(self.headers.get("Location") or self.headers.get("URI")):
+            # aiohttp would take a ``StoreError``, which is an ``OSError``, for a lost connection.
+            raise aiohttp.ClientResponseError(
+                self.request_info,
+                self.history,
+                status=self.status,
+                message=f"expected an answer of this server, got a redirect. {self._todo()}",
+            )
+        return self
+
+    def _follows(self, place: str | None) -> bool:
+        if place is None or self.method not in ("GET", "HEAD"):  # without a place, the body would be the object
+            return False
+        try:
+            same = self.url.join(URL(place)).origin() == self.url.origin()
+        except ValueError:
+            return False
+        return self._to == "any" or (self._to == "same" and same)
+
+    def _todo(self) -> str:
+        if self._to == "same":
+            return (
+                "Headers, cookies and passwords of storage_options are not sent to another server: name the URL "
+                "behind the redirect, or remove them"
+            )
+        return "Name the URL behind the redirect"
+
+
+class SameServerResponse(RedirectedResponse):
+    """An answer to a request whose own headers no other server may get."""
+
+    _to = "same"
+
+
+class UnredirectedResponse(RedirectedResponse):
+    """An answer to a request that may be redirected nowhere."""
+
+    _to = "none"

@@ -91,7 +91,7 @@ def _write_all(fd: int, data: np.ndarray[Any, Any]) -> None:
         try:
             data = data[os.write(fd, data.data) :]
         except OSError as e:
-            # Some file systems accept the flag and refuse the first write, or one that is not a multiple of a block.
+            # Some file systems accept the flag and refuse the first write, or a part of a block.
             if e.errno not in _UNKNOWN or not fcntl.fcntl(fd, fcntl.F_GETFL) & _FLAG:
                 raise
             _continue_buffered(fd)

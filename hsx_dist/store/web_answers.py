@@ -4,6 +4,8 @@
   of a GCS bucket can set it for an object. s3fs and obstore decode nothing.
 - The answer to a range request ends with an error at the first byte too many, and if it is another service's page
   (``BoundedResponse``).
+- No other server gets the headers, cookies and passwords of the options by a redirect. aiohttp removes only the header
+  ``Authorization``. With the option ``allow_redirects=False`` a redirect is an error, and not the object.
 - A transfer may take any time, but each wait for bytes has a limit. Otherwise aiohttp ends each transfer after five
   minutes, and gcsfs waits without a limit.
 - A cache of whole files gets an object of S3 in one request. s3fs would give a copy its full size before parts arrive,
@@ -23,6 +25,8 @@ _SESSION = {
     "gcs": "session_kwargs",
 }
 _S3 = frozenset({"s3", "s3a"})
+#: Headers that may be sent to any server, and ``Authorization``, which aiohttp removes.
+_HARMLESS = frozenset({"accept", "accept-encoding", "accept-language", "authorization", "user-agent"})
 #: Limits in seconds of a connection attempt, and of a wait for the next bytes of an answer.
 _CONNECT_S, _NEXT_BYTES_S = 30, 60
 
@@ -46,16 +50,28 @@ def bounding_answers(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def _bounding(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
     from aiohttp import ClientTimeout  # part of an extra
 
-    from hsx_dist.store.bounded_response import BoundedResponse, PartialResponse
+    from hsx_dist.store.bounded_response import PartialResponse
 
     session = options.get(_SESSION[scheme]) or {}
     own = {
         "headers": {"Accept-Encoding": "identity", **(session.get("headers") or {})},
         "auto_decompress": False,
-        "response_class": PartialResponse if scheme in ("gs", "gcs") else BoundedResponse,
+        "response_class": PartialResponse if scheme in ("gs", "gcs") else _class_of_http(session, options),
     }
     timeout = ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_NEXT_BYTES_S)
     session = {"timeout": timeout, **session, **own}
     # gcsfs gives each request this limit in place of the session's, also None.
     of_requests = {"requests_timeout": session["timeout"]} if _SESSION[scheme] == "session_kwargs" else {}
     return {**of_requests, **options, _SESSION[scheme]: session}
+
+
+def _class_of_http(session: Mapping[str, Any], options: Mapping[str, Any]) -> type:
+    from hsx_dist.store.bounded_response import RedirectedResponse, SameServerResponse, UnredirectedResponse
+
+    if options.get("allow_redirects") is False:
+        return UnredirectedResponse
+    for given in (session, options):
+        headers = {str(name).lower() for name in given.get("headers") or {}}
+        if headers - _HARMLESS or given.get("auth") or given.get("cookies"):
+            return SameServerResponse
+    return RedirectedResponse

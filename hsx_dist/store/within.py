@@ -67,7 +67,7 @@ def open_within(prefix: str, place: object, storage_options: Mapping[str, Any] |
 
     Schemes, hosts and buckets are compared as written, paths component by component. ``place`` may contain links to its
     folder. The returned name contains no links, and a ``ConfinedFolder`` follows none: a link that is made after the
-    check has no effect.
+    check has no effect. An HTTP server's redirect raises ``StoreError`` when the object is read.
 
     Raises:
         ConfigError: ``place`` is no text or not under ``prefix``; it has a component, a chain (``a::b``) or credentials
@@ -86,7 +86,11 @@ def open_within(prefix: str, place: object, storage_options: Mapping[str, Any] |
             f"{public_url(prefix)}: expected a path or URL under it, got {shown}. Configure the folder "
             "or URL where the server stores, and trust no server that stores elsewhere"
         )
-    return open_store(prefix, storage_options) if base is None else RetryStore(ConfinedFolder(base)), name
+    if base is not None:
+        return RetryStore(ConfinedFolder(base)), name
+    if prefix.partition("://")[0].lower() in _QUOTED:
+        storage_options = {**(storage_options or {}), "allow_redirects": False}  # to a place outside ``prefix``
+    return open_store(prefix, storage_options), name
 
 
 def _is_clean(place: str) -> bool:
