@@ -52,7 +52,7 @@ def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
     def skipped(folder: str) -> None:
         if folder not in unreadable:
             unreadable[folder] = None
-            log.warning("gc skips a folder that it may not read: folder=%s", folder)
+            log.warning("gc skips a folder or link that it cannot read: folder=%s", folder)
 
     if next(readable(store, skipped), None) is None and not unreadable:
         raise NotFound(f"{path}: expected a run, or where a server stores, got an empty place. Check the path")
@@ -75,7 +75,7 @@ def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
     say(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
     _print_unfinished(left, delete=delete)
     if unreadable:
-        say(f"{len(unreadable):,} folders may not be read by this user, and were skipped: run gc as their owner")
+        say(f"{len(unreadable):,} folders or links cannot be read, and were skipped: remove them, or run gc as owner")
     if busy:
         say(f"{len(busy):,} objects are in use, and stay: run gc again")
     if denied:

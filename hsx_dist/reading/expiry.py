@@ -28,7 +28,7 @@ log = get_logger(__name__)
 
 
 def readable(store: Store, unreadable: Callable[[str], None]) -> Iterator[ObjectInfo]:
-    """List the store's objects, and call ``unreadable`` with the name of each folder that cannot be read.
+    """List the store's objects, and call ``unreadable`` with the name of each folder or link that cannot be read.
 
     Use it only if each object is handled alone. In a run, a missing object has a meaning: use ``Store.list`` there.
     """

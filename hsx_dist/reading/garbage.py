@@ -78,7 +78,8 @@ def _unfinished_of(root: Store, folders: list[str]) -> Iterator[ObjectInfo]:
     def unreadable(folder: str) -> None:
         if own.match(f"{folder}/"):
             raise Denied(
-                f"list {root.url}/{folder}: expected a readable folder of the run, got no access. Make it readable"
+                f"list {root.url}/{folder}: expected a readable folder of the run, got an error. Check its mode and "
+                "its mount"
             )
 
     return (i for i in unfinished(root, unreadable=unreadable) if "/" not in i.name or own.match(i.name))

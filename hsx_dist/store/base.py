@@ -109,15 +109,17 @@ class Conditional(Protocol):
 class Folders(Protocol):
     """Optional methods of a store whose objects are files in folders. ``RetryStore`` has them for every store.
 
-    ``list`` raises ``Denied`` for a folder that this process may not read: a caller that relies on the absence of an
-    object must see all objects. These methods take a callback instead, for callers that judge each object alone.
+    ``list`` raises ``Denied`` for a folder that this process may not read, and ``StoreError`` for another error. A
+    caller that relies on the absence of an object must see all objects. These methods take a callback instead, for
+    callers that judge each object alone.
     """
 
     def list_readable(self, unreadable: Callable[[str], None], after: str | None = None) -> Iterator[ObjectInfo]:
-        """List all objects except those in folders that this process may not read.
+        """List all objects except those in folders, and behind links, that this process cannot read.
 
-        ``unreadable`` is called with the name of each such folder (``.`` for the root), possibly several times. Raises
-        ``Denied`` if the root cannot be read.
+        ``unreadable`` is called with the name of each such folder (``.`` for the root) or link, possibly several times.
+        It is also called for the second link to one folder, and for a file whose status cannot be read. Raises
+        ``StoreError`` if the root cannot be read.
         """
 
     def unfinished(
@@ -126,7 +128,7 @@ class Folders(Protocol):
         """Yield the temporary files of unfinished puts that did not change within ``older_than`` seconds.
 
         Killed processes leave such files, but a live process may still write some of them. ``list`` does not show them;
-        ``delete`` removes them. Without ``unreadable``, a folder that this process may not read raises ``Denied``.
+        ``delete`` removes them. Without ``unreadable``, a folder that this process cannot read raises ``StoreError``.
         """
 
 

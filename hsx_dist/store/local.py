@@ -27,7 +27,7 @@ from hsx_dist.store.base import (
 from hsx_dist.store.direct import write_direct
 from hsx_dist.store.faults import FULL, TRANSIENT
 from hsx_dist.store.file_io import closed_after, read_range, write_all
-from hsx_dist.store.folder_listing import UNFINISHED, FolderListing
+from hsx_dist.store.folder_listing import UNFINISHED, FolderListing, unfinished_files
 from hsx_dist.store.folders import FOLDER, SAFELY, SyncedFolders, is_at, opened
 from hsx_dist.store.inode_lock import NOT_OPENED, lacks_locks, lock_exclusively, lock_for_put
 from hsx_dist.store.root_folder import RootFolder
@@ -48,7 +48,8 @@ class LocalStore:
     - reading follows links, as a run may be in a cache of links;
     - a put follows links that this process's user or root made, and replaces a link with the object's name;
     - a delete follows none;
-    - a listing that finds a link without a target raises ``StoreError``: an object or a folder may be lost.
+    - a listing raises ``StoreError`` for a link whose target is missing or has an error, if an object below the link
+      could have the listed prefix: an object or a folder may be lost.
 
     Sockets, FIFOs and devices are no objects.
 
@@ -204,30 +205,10 @@ class LocalStore:
         self, older_than: float = 0.0, unreadable: Callable[[str], None] | None = None
     ) -> Iterator[ObjectInfo]:
         """See ``Folders``. Links are not followed."""
-
-        base = self._root.path
-
-        def failed(error: OSError) -> None:
-            path = Path(error.filename)
-            if isinstance(error, PermissionError) and unreadable is not None and path != base:
-                unreadable(path.relative_to(base).as_posix())
-            elif not isinstance(error, FileNotFoundError):
-                raise error
-
         with self._translating("list", UNFINISHED), suppress(FileNotFoundError), self._root.opened() as root:
-            for folder, below, names in os.walk(base, onerror=failed):
-                below.sort()
-                for path in (Path(folder, name) for name in sorted(names) if name.startswith(UNFINISHED)):
-                    try:
-                        found = path.lstat()
-                    except FileNotFoundError:
-                        continue  # just finished
-                    except PermissionError as e:
-                        e.filename = folder
-                        failed(e)
-                        continue
-                    if time.time() - found.st_mtime >= older_than:
-                        yield ObjectInfo(path.relative_to(base).as_posix(), found.st_size)
+            for name, found in unfinished_files(root, unreadable):
+                if time.time() - found.st_mtime >= older_than:
+                    yield ObjectInfo(name, found.st_size)
             self._root.require_still(root)
 
     def _path(self, name: str) -> Path:
@@ -333,14 +314,12 @@ class LocalStore:
                 ) from e
             if verb == "delete" and isinstance(e, IsADirectoryError):
                 raise StoreError(f"{where}: expected an object, got a folder. Name an object in it") from e
+            if verb == "list":  # not NotFound: a caller could take the objects for missing
+                raise StoreError(f"{where}: expected a folder, got {e.strerror}. Check the path") from e
             raise NotFound(f"{where}: there is no such object") from e
         except PermissionError as e:
             self._root.require()  # the folder below a mount is often private
             raise Denied(f"{where}: {e.strerror}. Check the folder's owner and mode, or choose another output") from e
-        except RecursionError as e:
-            raise StoreError(
-                f"{where}: expected folders in a few levels, got hundreds of levels. Remove the deepest folders"
-            ) from e
         except OSError as e:
             if e.errno in FULL:
                 raise StoreError(f"{where}: {e.strerror}. Free some space, or choose another output") from e

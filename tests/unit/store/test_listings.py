@@ -13,11 +13,12 @@ from typing import Any
 import fsspec
 import pytest
 
-from hsx_dist.errors import NotFound, StoreError, Unavailable
+from hsx_dist.errors import Denied, NotFound, StoreError, Unavailable
 from hsx_dist.reading import open_run
 from hsx_dist.store import open_store
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.local import LocalStore
+from hsx_dist.store.retry import RetryStore
 from hsx_dist.testing.samples import random_sample
 from tests.harness.runs import store_run
 
@@ -136,6 +137,122 @@ def test_a_link_to_nothing_ends_a_listing_of_what_it_may_hold(tmp_path: Path, li
     assert [i.name for i in store.list_readable(told.append)] == ["z/1"]
     assert [name.rstrip("/") for name in told] == [link]
     assert [i.name for i in store.list("z/")] == ["z/1"]
+
+
+NO_TARGETS = {"loop": "odd", "through a file": "m/1/x", "a long name": "y" * 300, "nothing": "gone"}
+
+
+@pytest.mark.parametrize("target", NO_TARGETS.values(), ids=list(NO_TARGETS))
+@pytest.mark.parametrize("folder", ["", "m/"])
+def test_a_link_that_cannot_be_followed_ends_only_a_listing_of_its_name(
+    tmp_path: Path, target: str, folder: str
+) -> None:
+    store = LocalStore(tmp_path)
+    for name in ("m/1", "z/1"):
+        store.put(name, [b"1"])
+    link = f"{folder}odd"
+    (tmp_path / link).symlink_to(target)
+    assert [i.name for i in store.list("z/")] == ["z/1"]
+    assert [i.name for i in store.list("m/1")] == ["m/1"]
+    for prefix in (link, f"{link}/x", ""):
+        with pytest.raises(StoreError, match=f"{tmp_path / link}: .* a symbolic link to nothing") as raised:
+            list(store.list(prefix))
+        assert not isinstance(raised.value, NotFound)
+    told: list[str] = []
+    assert [i.name for i in store.list_readable(told.append)] == ["m/1", "z/1"]
+    assert told == [link]
+
+
+def test_a_link_of_another_program_next_to_a_run_does_no_harm(tmp_path: Path) -> None:
+    store_run(open_store(str(tmp_path)), [random_sample("a", 3, seed=1)])
+    (tmp_path / "odd").symlink_to("run.json/x")
+    assert list(open_run(str(tmp_path)).keys()) == ["a"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOTCONN, errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_mount_that_is_gone_behind_a_link_ends_a_listing_of_its_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    store = LocalStore(tmp_path / "run")
+    (tmp_path / "mount").mkdir()
+    (tmp_path / "mount" / "lost").touch()
+    for name in ("a/1", "m/1", "z/1"):
+        store.put(name, [b"1"])
+    (tmp_path / "run" / "m" / "dead").symlink_to(tmp_path / "mount")
+    inner = os.stat
+
+    def fails(path: Any, **options: Any) -> os.stat_result:
+        if Path(path).name == "dead" and options.get("follow_symlinks", True):
+            raise OSError(number, os.strerror(number))
+        return inner(path, **options)
+
+    assert "m/dead/lost" in [i.name for i in store.list()]
+    monkeypatch.setattr(os, "stat", fails)
+    for prefix in ("", "m", "m/", "m/dead/lost"):
+        with pytest.raises(Denied if number == errno.EACCES else Unavailable, match="link 'm/dead'"):
+            list(store.list(prefix))
+    assert [i.name for i in store.list("z/")] == ["z/1"]
+    told: list[str] = []
+    assert [i.name for i in store.list_readable(told.append)] == ["a/1", "m/1", "z/1"]
+    assert told == ["m/dead"]
+
+
+def test_a_link_to_an_object_with_an_error_for_a_moment_is_listed_by_a_retry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").touch()
+    (tmp_path / "run").mkdir()
+    for name in ("a", "b", "b-c"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "cache")
+    inner, failed = os.stat, list[str]()
+
+    def fails_once(path: Any, **options: Any) -> os.stat_result:
+        if path == "b" and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return inner(path, **options)
+
+    monkeypatch.setattr(os, "stat", fails_once)
+    store = RetryStore(LocalStore(tmp_path / "run"), sleep=lambda _: None)
+    assert [i.name for i in store.list()] == ["a", "b", "b-c"]
+    assert failed == ["b"]
+
+
+def test_a_second_link_to_a_folder_is_reported_and_the_listing_continues(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "x").touch()
+    store = LocalStore(tmp_path / "run")
+    store.put("z", [b"1"])
+    for name in ("l1", "l2"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "shared")
+    told: list[str] = []
+    assert [i.name for i in store.list_readable(told.append)] == ["l1/x", "z"]
+    assert told == ["l2"]
+
+
+@pytest.mark.parametrize("broken", ["m/dead", "m/dead/1"])
+def test_an_error_of_a_folder_or_file_is_reported_and_the_listing_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    store = LocalStore(tmp_path)
+    for name in ("a", "m/dead/1", "z"):
+        store.put(name, [b"1"])
+
+    def failing(inner: Any) -> Any:
+        def call(path: Any, *arguments: Any, **options: Any) -> Any:
+            if str(path).rstrip("/") == broken:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return inner(path, *arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(os, "stat", failing(os.stat))
+    monkeypatch.setattr(os, "open", failing(os.open))
+    with pytest.raises(Unavailable):
+        list(store.list())
+    told: list[str] = []
+    assert [i.name for i in store.list_readable(told.append)] == ["a", "z"]
+    assert told == [broken]
 
 
 def test_a_name_that_the_file_system_gives_twice_is_listed_once(

@@ -360,21 +360,44 @@ def test_a_slow_put_waits_while_a_newer_object_is_deleted_or_renewed(
     assert [store.get(name) for name in _files(tmp_path)] == ([b"B renewed"] if renews else [])
 
 
-def test_folders_in_very_many_levels_are_a_typed_error(tmp_path: Path) -> None:
-    folder = os.open(tmp_path, os.O_RDONLY)
-    for _ in range(1500):
-        os.mkdir("a", dir_fd=folder)
-        below = os.open("a", os.O_RDONLY, dir_fd=folder)
-        os.close(folder)
-        folder = below
-    os.close(folder)
+def _deep(folder: Path, levels: int) -> None:
+    at = os.open(folder, os.O_RDONLY)
+    for _ in range(levels):
+        os.mkdir("a", dir_fd=at)
+        below = os.open("a", os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = below
+    os.close(os.open("x", os.O_WRONLY | os.O_CREAT, dir_fd=at))
+    os.close(os.open(".hsx-unfinished-1", os.O_WRONLY | os.O_CREAT, dir_fd=at))
+    os.close(at)
+
+
+def test_folders_in_very_many_levels_are_listed_or_a_typed_error(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
+    store.put("a-first", [b"1"])
+    store.put("z", [b"1"])
+    _deep(tmp_path, 1500)
     try:
-        for ask in (store.list, store.unfinished, lambda: store.list_readable(lambda _: None)):
-            with pytest.raises(StoreError, match="hundreds of levels"):
+        assert [info.name for info in store.list()] == ["a-first", "a/" * 1500 + "x", "z"]
+        assert [info.name for info in store.unfinished()] == ["a/" * 1500 + ".hsx-unfinished-1"]
+        subprocess.run(["rm", "-rf", str(tmp_path / "a")], check=True)
+        _deep(tmp_path, 2500)  # a path of more than 4,096 characters
+        for ask in (store.list, store.unfinished):
+            with pytest.raises(StoreError, match="File name too long"):
                 list(ask())
+        skipped: list[str] = []
+        assert [info.name for info in store.list_readable(skipped.append)] == ["a-first", "z"]
+        assert list(store.unfinished(0, skipped.append)) == []
+        assert skipped == [("a/" * 2048)[:-1]] * 2
     finally:  # pytest cannot delete so many levels
         subprocess.run(["rm", "-rf", str(tmp_path / "a")], check=True)
+
+
+def test_a_listing_of_a_file_is_no_missing_object(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="expected a folder, got Not a directory") as raised:
+        list(LocalStore(tmp_path / "file").list())
+    assert not isinstance(raised.value, NotFound)
 
 
 def test_a_name_that_an_nfs_client_remembers_as_missing_is_looked_up_again(
