@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from unicodedata import normalize
@@ -101,6 +102,19 @@ def between_links(text: str) -> list[str]:
     return _BETWEEN.split(text)
 
 
+def check_encodable(text: str) -> None:
+    """Raise ConfigError for a path or URL with a character that the system's calls refuse with another error."""
+    try:
+        usable = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        usable = False
+    if not usable:
+        raise ConfigError(
+            f"{_harmless(text)}: expected a path or URL, got one with a NUL character or half of a surrogate "
+            "pair. Remove that character"
+        )
+
+
 def check_url(url: str) -> None:
     """Raise ConfigError for a URL that libraries read in different ways. The error shows no credentials.
 
@@ -109,8 +123,9 @@ def check_url(url: str) -> None:
     spaces within its path, and neither a backslash nor a wide ``@`` before it.
 
     A text with ``://`` begins with a chain of schemes, and has no ``://`` without one. A known scheme with similar
-    characters in place of ``://`` is a mistyped URL (``_is_mistyped``).
+    characters in place of ``://`` is a mistyped URL (``_is_mistyped``). Also raises as ``check_encodable`` does.
     """
+    check_encodable(url)
     odd = "://" in url and (
         not url.isprintable()
         or url != url.strip(" ")

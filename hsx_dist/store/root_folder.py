@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from hsx_dist.config.urls import check_encodable
 from hsx_dist.errors import Unavailable
 from hsx_dist.store.folders import FOLDER, SEARCH, close
 
@@ -42,6 +43,7 @@ class RootFolder:
     """
 
     def __init__(self, path: Path):
+        check_encodable(str(path))
         self.path = path
         self._identity: tuple[int, int] | None = None
         self._below: set[int] = set()  # other devices of its parents: of the folder below, if the mount is gone
@@ -49,7 +51,7 @@ class RootFolder:
         #: a ``ConfinedFolder``. "listed": the last that was listed.
         #: The oldest objects of a server are deleted first.
         self._witnesses: dict[str, _Witness] = {}
-        with suppress(OSError, ValueError), self.opened(search=True):  # raised again by the first use
+        with suppress(OSError), self.opened(search=True):  # raised again by the first use
             pass
 
     def saw(self, name: str, found: os.stat_result, kind: Literal["last", "listed"]) -> None:

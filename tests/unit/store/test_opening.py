@@ -1,19 +1,24 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fsspec.config import conf
+from pydantic import ValidationError
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.inputs.listing import find_input
+from hsx_dist.reading import load_hidden_states, open_run
 from hsx_dist.store import open_store
 from hsx_dist.store.faults import Redactor
 from hsx_dist.store.fsspec import FsspecStore
+from hsx_dist.store.local import LocalStore
 from hsx_dist.store.opening import Backend
 
 
@@ -222,3 +227,26 @@ def test_ordinary_endpoints_are_taken(endpoint: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("AWS_ENDPOINT_DISCOVERY_ENABLED", "true")  # a variable of botocore, which is no endpoint
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     open_store("s3://b/x", {"endpoint_url": endpoint, "key": "k", "secret": "s"})
+
+
+@pytest.mark.parametrize(
+    "path", ["a\0b", "/a\0b/c", "~a\0/b", "\ud800", "a/\udfff/b", "file:///a\0b", "s3://b/a\ud800"]
+)
+def test_a_path_that_the_system_cannot_take_is_refused(path: str) -> None:
+    openers: list[Callable[[], object]] = [
+        lambda: open_store(path),
+        lambda: LocalStore(path.removeprefix("~")),
+        lambda: open_run(path),
+        lambda: load_hidden_states(f"{path}/k.safetensors"),
+        lambda: InputConfig(path=path),
+    ]
+    for opened in openers:
+        with pytest.raises((ConfigError, ValidationError), match=r"expected (a path or URL, got|scheme://place)"):
+            opened()
+
+
+def test_a_path_whose_bytes_are_no_utf8_is_a_path(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / os.fsdecode(b"\xff")))
+    store.put("a", [b"1"])
+    assert store.get("a") == b"1"
+    assert [os.fsencode(path.name) for path in tmp_path.iterdir()] == [b"\xff"]
