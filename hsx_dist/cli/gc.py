@@ -15,7 +15,7 @@ from hsx_dist.format.runs import count, load_manifest
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text
-from hsx_dist.reading.expiry import expired, is_expired, readable, remove, require_conditional_deletes
+from hsx_dist.reading.expiry import Failures, expired, is_expired, readable, remove, require_conditional_deletes
 from hsx_dist.reading.garbage import left_behind, own_unfinished, remove_run, require_gone, unfinished, unproven
 from hsx_dist.reading.liveness import require_dead
 from hsx_dist.store import ObjectInfo, Store, open_store
@@ -77,7 +77,7 @@ def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
     if unreadable:
         say(f"{len(unreadable):,} folders or links cannot be read, and were skipped: remove them, or run gc as owner")
     if busy:
-        say(f"{len(busy):,} objects are in use, and stay: run gc again")
+        say(f"{len(busy):,} objects are in use or have an error, and stay: run gc again")
     if denied:
         say(f"{len(denied):,} files may not be removed by this user, and stay: run gc as their owner")
 
@@ -85,27 +85,41 @@ def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
 def _collect_expired(
     store: Store, now: float, skipped: Callable[[str], None], *, delete: bool, as_json: bool
 ) -> tuple[list[str], list[str], list[str]]:
-    """Return the names that have expired (removed if ``delete``), that are in use, and that may not be removed."""
+    """Return the names that have expired (removed if ``delete``), that are in use, and that may not be removed.
+
+    Objects with an error are among those in use. See ``Failures``.
+    """
     names: list[str] = []
     busy: list[str] = []
     denied: list[str] = []
+    # Two: in a store that fails all deletes, a read succeeds before each delete.
+    of_reads, of_deletes = Failures(), Failures()
 
     def tried(name: str) -> bool:
-        try:
-            if delete and not remove(store, name, now):
-                return False  # in use, or stored anew
-        except Denied as e:
-            _not_allowed(name, e, denied)
-            return True
-        names.append(name)
-        if not as_json:
-            say(f"{'removed' if delete else 'expired'} {name}")
+        with of_deletes.of(name):
+            try:
+                if delete and not remove(store, name, now):
+                    return False  # in use, or stored anew
+            except Denied as e:
+                _not_allowed(name, e, denied)
+                return True
+            names.append(name)
+            if not as_json:
+                say(f"{'removed' if delete else 'expired'} {name}")
         return True
 
-    for name, _ in expired(store, now, unreadable=skipped):
+    def stays(name: str) -> bool:
+        if tried(name):
+            return False
+        with of_deletes.of(name):
+            return is_expired(store, name, now)
+        return False
+
+    for name, _ in expired(store, now, unreadable=skipped, failures=of_reads):
         if not tried(name):
             busy.append(name)
-    return names, [name for name in busy if not tried(name) and is_expired(store, name, now)], denied
+    busy = [name for name in busy if stays(name)]
+    return names, busy + of_reads.names + of_deletes.names, denied
 
 
 def _not_allowed(name: str, error: Denied, denied: list[str]) -> None:

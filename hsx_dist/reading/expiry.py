@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from hsx_dist.errors import ConfigError, Denied, FormatError, NotFound, StoreError, Unavailable
@@ -23,8 +23,40 @@ from hsx_dist.reading.garbage import require_gone
 from hsx_dist.reading.object_lock import exclusive_lock
 from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.base import Conditional, Folders, check_name, not_conditional, probed
+from hsx_dist.text import printable
 
 log = get_logger(__name__)
+
+
+class Failures:
+    """Errors of single objects, which ``hsx gc`` logs. It leaves these objects, and continues.
+
+    A store that is down fails for each object, after all retries. So the third error in a row that a retry could mend
+    is raised.
+    """
+
+    _MOST = 3
+
+    def __init__(self) -> None:
+        #: Names of the objects with an error.
+        self.names: list[str] = []
+        self._in_a_row = 0
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Handle a ``StoreError`` other than ``Denied`` of the body, which reads or deletes the object ``name``."""
+        try:
+            yield
+        except Denied:
+            raise
+        except StoreError as e:
+            self._in_a_row += e.retryable
+            if self._in_a_row == self._MOST:
+                raise
+            self.names.append(name)
+            log.warning("gc leaves an object that has an error: name=%s error=%s", printable(name), e)
+        else:
+            self._in_a_row = 0
 
 
 def readable(store: Store, unreadable: Callable[[str], None]) -> Iterator[ObjectInfo]:
@@ -36,11 +68,16 @@ def readable(store: Store, unreadable: Callable[[str], None]) -> Iterator[Object
 
 
 def expired(
-    store: Store, now: float | None = None, *, unreadable: Callable[[str], None] = lambda _: None
+    store: Store,
+    now: float | None = None,
+    *,
+    unreadable: Callable[[str], None] = lambda _: None,
+    failures: Failures | None = None,
 ) -> Iterator[tuple[str, float]]:
     """Yield (name, expiry in seconds since the epoch) of the expired objects and markers under the store's URL.
 
-    Skips objects that are not in this project's format, and folders that cannot be read: see ``readable``.
+    Skips objects that are not in this project's format, objects with an error (``failures`` has their names), and
+    folders that cannot be read: see ``readable``.
 
     Raises:
         ConfigError: there is a run at the URL.
@@ -52,10 +89,13 @@ def expired(
             "the whole run, or name another prefix"
         )
     now = time.time() if now is None else now
+    failures = failures or Failures()
     for info in readable(store, unreadable):
         if info.name.endswith(LOCK):
             continue
-        end = _end(store, info.name, info.size)
+        end = None
+        with failures.of(info.name):
+            end = _end(store, info.name, info.size)
         if end is not None and end <= now:
             yield info.name, end
 

@@ -419,3 +419,63 @@ def test_a_marker_stays_if_its_object_has_an_error_and_gc_continues(monkeypatch,
     assert found["in_use"] == ["a.safetensors.conflict.json"]
     assert found["expired"] == ["b.safetensors.conflict.json"]
     assert "name=a.safetensors.conflict.json error=" in caplog.text
+
+
+def _gc(monkeypatch, capsys, folder, *arguments):
+    monkeypatch.setattr(gc, "open_store", lambda path, _: open_store(path, retry_seconds=0))
+    with pytest.raises(SystemExit) as ended:
+        main(["gc", str(folder), "--json", *arguments])
+    return ended.value.code, capsys.readouterr()
+
+
+@pytest.mark.parametrize("delete", [[], ["--delete"]])
+def test_an_object_on_a_bad_sector_stays_and_gc_continues(monkeypatch, capsys, caplog, tmp_path, delete):
+    for key in "abcdefgh":
+        put(open_store(str(tmp_path)), key, {"expires": 1000})
+    bad = {(tmp_path / f"{key}.safetensors").stat().st_ino for key in "bcef"}
+    read_range = local.read_range
+
+    def fails(fd, start, stop):
+        if os.fstat(fd).st_ino in bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return read_range(fd, start, stop)
+
+    monkeypatch.setattr(local, "read_range", fails)
+    code, output = _gc(monkeypatch, capsys, tmp_path, *delete)
+    found = json.loads(output.out)
+    assert code == 0
+    assert found["expired"] == [f"{key}.safetensors" for key in "adgh"]
+    assert found["in_use"] == [f"{key}.safetensors" for key in "bcef"]
+    assert "name=b.safetensors error=" in caplog.text
+    assert len(list(tmp_path.iterdir())) == (4 if delete else 8)
+
+
+@pytest.mark.parametrize("method", ["get_ranges", "delete_version"])
+def test_gc_ends_in_a_store_that_is_down(monkeypatch, capsys, tmp_path, method):
+    for key in "abcdefgh":
+        put(open_store(str(tmp_path)), key, {"expires": 1000})
+    calls = []
+    inner = getattr(local.LocalStore, method)
+
+    def fails(store, name, *arguments):
+        if name.startswith(".hsx-probe"):
+            return inner(store, name, *arguments)
+        calls.append(name)
+        raise Unavailable("expected the store's answer, got none")
+
+    monkeypatch.setattr(local.LocalStore, method, fails)
+    code, output = _gc(monkeypatch, capsys, tmp_path, "--delete")
+    assert code != 0
+    assert "expected the store's answer, got none" in output.err
+    assert len(calls) == 3
+
+
+def test_an_expired_object_behind_a_link_stops_no_gc(monkeypatch, capsys, tmp_path):
+    for folder in ("shared", "prefix"):
+        put(open_store(str(tmp_path / folder)), "old", {"expires": 1000})
+    (tmp_path / "prefix" / "a-link").symlink_to(tmp_path / "shared")
+    code, output = _gc(monkeypatch, capsys, tmp_path / "prefix", "--delete")
+    found = json.loads(output.out)
+    assert code == 0
+    assert (found["expired"], found["in_use"]) == (["old.safetensors"], ["a-link/old.safetensors"])
+    assert (tmp_path / "shared" / "old.safetensors").exists()
