@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import numpy as np
 
 from hsx_dist.config.redaction import redact_text
-from hsx_dist.errors import NotFound, StoreError, Unavailable
+from hsx_dist.errors import StoreError, Unavailable
 
 #: Bytes that a back end can send without copying: C-contiguous, of any item type and shape.
 Buffer = bytes | bytearray | memoryview | np.ndarray[Any, Any]
@@ -178,14 +178,13 @@ def require_missing(store: Store, name: str) -> NoReturn:
 
 
 def version_of(store: Store, name: str) -> str | None:
-    """Return ``Conditional.version``, or None if the store has no versions. Raises ``NotFound`` without an object."""
+    """Return ``Conditional.version``, or None if the store has no versions. Raises the store's other errors.
+
+    None permits a delete without a condition. So an error such as ``Denied`` must not become None.
+    """
     try:
         return store.version(name) if isinstance(store, Conditional) else None
-    except NotFound:
-        raise
-    except StoreError as e:
-        if e.retryable:
-            raise
+    except NotConditional:
         return None
 
 
@@ -197,9 +196,13 @@ def stated_size(value: object, where: str) -> int:
     return int(str(value))
 
 
-def not_conditional(url: str) -> StoreError:
+class NotConditional(StoreError):
+    """The store or server has no conditional deletes."""
+
+
+def not_conditional(url: str) -> NotConditional:
     """The error for a store or server without conditional deletes."""
-    return StoreError(
+    return NotConditional(
         f"{url}: expected a store with conditional deletes (S3's If-Match, GCS's ifGenerationMatch, a file system with "
         "locks), got one without: a delete could remove an object that a server has just stored anew. Use the bucket's "
         "lifecycle rules, or stop the servers and delete with the store's own tools"

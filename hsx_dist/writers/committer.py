@@ -187,13 +187,13 @@ class PartCommitter:
             SampleConflict: it is another sample.
             SampleExpired: it has expired, and the store does not let this process renew it.
         """
-        version = version_of(self._store, name)
+        version = self._version(name)
         try:
             part = Part.open(self._store, name)
             same = same_sample(part, segments, self._about)
         except FormatError:
             # The object is read in several requests. If it was replaced in between, the bytes are of two objects.
-            if version is not None and version != version_of(self._store, name):
+            if version is not None and version != self._version(name):
                 return False
             raise  # no conflict: its codec may be unknown here only, or the answer may be wrong for a moment
         if not same:
@@ -225,6 +225,17 @@ class PartCommitter:
         if last and not cannot:
             log.warning("object is not renewed: name=%s: it is damaged, locked, or replaced again", printable(name))
         return cannot or last
+
+    def _version(self, name: str) -> str | None:
+        """Return the object's version, or None if this process cannot learn it, and therefore not renew the object."""
+        try:
+            return version_of(self._store, name)
+        except NotFound:
+            raise
+        except StoreError as e:
+            if e.retryable:
+                raise
+            return None
 
     def _can_renew(self) -> bool:
         """Whether the store has conditional puts.

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from hsx_dist.connector.locks import ObjectLocks
-from hsx_dist.errors import ConfigError, NotFound, SampleConflict
+from hsx_dist.errors import ConfigError, Denied, NotFound, SampleConflict
 from hsx_dist.format.place import start_run
 from hsx_dist.speculators import HsxTransfer
 from hsx_dist.store import open_store
+from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import random_sample
 from tests.harness.runs import RunWriter, whole
 from tests.unit.connector.small_outlet import outlet_on, some, submit
@@ -96,3 +97,19 @@ def test_samples_of_one_row_number_are_refused(tmp_path):
         RunWriter(store).put([whole(random_sample(key, 5), row) for row, key in enumerate(keys)])
     with pytest.raises(ConfigError, match=r"expected one sample of each input row, got 'a' and 'c' of row 0"):
         HsxTransfer(store.url).get_cached(0)
+
+
+def test_an_object_whose_version_may_not_be_read_is_not_deleted_without_a_condition(tmp_path, monkeypatch):
+    """Some services refuse a HEAD, which gives the version, and permit reads and deletes."""
+
+    def refuses(store, name):
+        raise Denied("head: Forbidden")
+
+    store_a(tmp_path)
+    path = str(tmp_path / NAME)
+    transfer = HsxTransfer(None, wait=0, delete_generated=True, storage_path=str(tmp_path))
+    assert transfer.get_generated({"hidden_states_path": path}) is not None
+    monkeypatch.setattr(LocalStore, "version", refuses)
+    with pytest.raises(Denied):
+        transfer.delete(path)
+    assert (tmp_path / NAME).exists()
