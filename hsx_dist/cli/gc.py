@@ -109,11 +109,11 @@ def _collect_expired(
         return True
 
     def stays(name: str) -> bool:
-        if tried(name):
-            return False
-        with of_deletes.of(name):
-            return is_expired(store, name, now)
-        return False
+        is_left = False
+        if not tried(name):
+            with of_deletes.of(name):
+                is_left = is_expired(store, name, now)
+        return is_left
 
     for name, _ in expired(store, now, unreadable=skipped, failures=of_reads):
         if not tried(name):
