@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hsx_dist.config.urls import public_url
-from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, Unavailable, is_error
+from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, is_error
 from hsx_dist.store.base import (
     PATIENCE_S,
     PIECES_AT_ONCE,
@@ -39,7 +39,7 @@ from hsx_dist.store.faults import (
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.obstore_connection import Connection, NotTranslated
 from hsx_dist.store.obstore_options import connect
-from hsx_dist.store.pages import continues, in_order, name_below, put_in_order, require_listing, without_markers
+from hsx_dist.store.pages import name_below, put_in_order, without_markers
 
 if TYPE_CHECKING:
     from hsx_dist.store.fsspec import FsspecStore
@@ -48,8 +48,8 @@ T = TypeVar("T")
 
 #: Size of a piece of an upload. Smaller objects are uploaded in one request.
 _PIECE = 8 << 20
-#: Names in a page of S3's listings.
-_PAGE = 1000
+#: Schemes whose conditional deletes and listings are fsspec's.
+_CHECKED = ("s3", "s3a", "gs", "gcs")
 #: Concurrent range requests of all reading threads.
 _RANGES_AT_ONCE = 32
 
@@ -85,7 +85,6 @@ class ObstoreStore:
         self._clients: dict[tuple[float, int], Any] = {}
         self._pool = ThreadPoolExecutor(_RANGES_AT_ONCE, thread_name_prefix="hsx-ranges")
         self._connection = self._connect()
-        self._continues = False  # whether the store was seen to say how a page continues
 
     @property
     def url(self) -> str:
@@ -159,10 +158,12 @@ class ObstoreStore:
         return ObjectInfo(name, int(found["size"]))
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        if self._scheme in _CHECKED:
+            # obstore takes any XML, and some pages of a gateway, for the last page of a listing.
+            yield from self._through_fsspec().list(prefix, after)
+            return
         where = f"list {self.url}/{prefix}"
-        by_name = self._connection.sorts
-        found = without_markers(self._entries(prefix, after), self._is_marker, by_name=by_name)
-        for info in (in_order if by_name else put_in_order)(found, where):
+        for info in put_in_order(without_markers(self._entries(prefix), self._is_marker), where):
             if info.name.startswith(prefix) and (after is None or info.name > after):
                 yield info
 
@@ -175,14 +176,14 @@ class ObstoreStore:
             self._call("delete", name, lambda obs, client: obs.delete(client, path))
 
     def version(self, name: str) -> str:
-        return self._conditional().version(name)
+        return self._through_fsspec().version(name)
 
     def delete_version(self, name: str, version: str) -> bool:
-        return self._conditional().delete_version(name, version)
+        return self._through_fsspec().delete_version(name, version)
 
     def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
         """See ``Conditional``. Some servers ignore the condition: see ``replaces_conditionally``."""
-        if self._scheme not in ("s3", "s3a", "gs", "gcs"):
+        if self._scheme not in _CHECKED:
             raise not_conditional(self.url)
         path = self._path(name)
         views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
@@ -199,9 +200,9 @@ class ObstoreStore:
 
     # -- how -----------------------------------------------------------------------------------------------------
 
-    def _conditional(self) -> FsspecStore:
-        """Return a ``FsspecStore`` of the same URL: obstore's deletes have no conditions."""
-        if self._scheme not in ("s3", "s3a", "gs", "gcs"):
+    def _through_fsspec(self) -> FsspecStore:
+        """Return a ``FsspecStore`` of the same URL, for conditional deletes and checked listings."""
+        if self._scheme not in _CHECKED:
             raise not_conditional(self.url)
         from hsx_dist.store.fsspec import FsspecStore
 
@@ -250,59 +251,16 @@ class ObstoreStore:
             **({"tags": dict(c.tags)} if c.tags else {}),
         }
 
-    def _entries(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
+    def _entries(self, prefix: str) -> Iterator[ObjectInfo]:
         where = f"list {self.url}/{prefix}"
         folder = (self._root + prefix).rpartition("/")[0]  # obstore's prefixes are complete components
-        last = self._root + after if after is not None and self._connection.sorts else None
-        count, again, empty, marker = 0, False, False, ""
-        while True:
-            before = count
-            for page in self._pages(prefix, folder, last):
-                if page and self._connection.sorts:
-                    last, empty = str(page[-1]["path"]), not page[-1]["size"]
-                count += len(page)
-                if len(page) > 1 and not self._continues:
-                    self._check_pages(prefix, folder, [str(entry["path"]) for entry in page])
-                for entry in page:
-                    path = str(entry["path"])
-                    if path == folder or (marker and marker <= path < f"{marker}/"):
-                        continue  # the folder's own marker, or listed before the marker that ended a page
-                    yield ObjectInfo(name_below(self._root, path, where), int(entry["size"]))
-            if last is not None and empty and not count % _PAGE and self._is_marker(last.removeprefix(self._root)):
-                marker = last  # obstore drops its slash, and names such as "k.json" are before "k/"
-            if not self._continues_after(prefix, count, f"{last}/" if marker and marker == last else last):
-                return
-            if again and count == before:
-                raise Unavailable(
-                    f"{where}: expected all names in a listing, got one without names that follow. Try again"
-                )
-            again = True  # another process may have stored the names that follow since the last page
-
-    def _pages(self, prefix: str, folder: str, offset: str | None) -> Iterator[Sequence[Mapping[str, Any]]]:
-        """Yield obstore's pages of names after ``offset``. One call per page: the error of any page is translated."""
-        stream = self._call(
-            "list", prefix, lambda obs, client: obs.list(client, prefix=folder or None, offset=offset), nbytes=None
-        )
+        stream = self._call("list", prefix, lambda obs, client: obs.list(client, prefix=folder or None), nbytes=None)
+        # One call per page: the error of any page is translated.
         while (page := self._call("list", prefix, lambda *_: next(stream, None))) is not None:
-            yield page
-
-    def _continues_after(self, prefix: str, count: int, last: str | None) -> bool:
-        """Whether names follow the first ``count`` of a listing. ``last``: the last of them, if the store sorts them.
-
-        obstore takes any XML and some pages of a gateway for an empty page, and for the last one. So this asks again
-        where a page may have ended. Azure's listings are not checked.
-        """
-        first_page = self._connection.first_page
-        if count % _PAGE or (count and last is None):
-            return False
-        if first_page is not None:
-            start, after = self._root + prefix, {} if last is None else {"StartAfter": last}
-            answer = self._call("list", prefix, lambda *_: first_page(start, MaxKeys=2, **after))
-            require_listing(answer, f"list {self.url}/{prefix}")
-            return any(entry.get("Key") != start for entry in answer.get("Contents", ()))  # not the folder's own marker
-        if self._scheme in ("gs", "gcs"):
-            return any(self._conditional().list(prefix, None if last is None else last.removeprefix(self._root)))
-        return False
+            for entry in page:
+                path = str(entry["path"])
+                if path != folder:  # the folder's own marker
+                    yield ObjectInfo(name_below(self._root, path, where), int(entry["size"]))
 
     def _is_marker(self, name: str) -> bool:
         """Whether a listed name without bytes is a console's folder marker: obstore drops the slash at its end."""
@@ -311,21 +269,6 @@ class ObstoreStore:
         except NotFound:
             return True
         return False
-
-    def _check_pages(self, prefix: str, folder: str, listed: Sequence[str]) -> None:
-        """List one name, and check that the store says how the listing continues.
-
-        obstore takes a page without a continuation token for the last one, even if the store says that it is not. One
-        check suffices, so it costs one request per store. ``listed``: paths in the listing's first page.
-        """
-        first_page = self._connection.first_page
-        if first_page is not None:
-            self._continues = continues(
-                lambda prefix: self._call("list", prefix, lambda *_: first_page(prefix)),
-                f"{folder}/" if folder else "",
-                listed[:4],
-                f"list {self.url}/{prefix}",
-            )
 
     def _call(
         self,

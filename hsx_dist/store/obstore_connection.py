@@ -45,8 +45,7 @@ class Connection:
 
     ``make(client_options, retry_config)`` returns obstore's store for the whole bucket. ``renewable``: looking up
     expired credentials again may find new ones. ``region()``: the bucket's region according to the service, or None.
-    ``secrets``: credentials from other sources than the options, to be redacted from texts. ``first_page(prefix,
-    **arguments)``: S3's answer to a listing of one name, from botocore. It shows more of the answer than obstore.
+    ``secrets``: credentials from other sources than the options, to be redacted from texts.
     """
 
     make: Callable[[dict[str, Any], dict[str, Any]], Any]
@@ -55,10 +54,8 @@ class Connection:
     attributes: Mapping[str, str] | None = None
     tags: Mapping[str, str] | None = None
     max_retries: int = 2
-    sorts: bool = False
     region: Callable[[], str | None] = lambda: None
     secrets: Collection[str] = ()
-    first_page: Callable[..., Mapping[str, Any]] | None = None
 
 
 def only(options: Mapping[str, Any], known: frozenset[str], where: str) -> None:

@@ -99,7 +99,7 @@ def _gcs(bucket: str, options: Mapping[str, Any]) -> Connection:
         )
 
     secrets = provider.secrets if provider is not None else ()
-    return Connection(make=make, secrets=secrets, renewable="token" not in options, sorts=True)
+    return Connection(make=make, secrets=secrets, renewable="token" not in options)
 
 
 # -- Azure ---------------------------------------------------------------------------------------------------------

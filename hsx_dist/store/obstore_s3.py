@@ -179,10 +179,7 @@ def s3_connection(bucket: str, options: Mapping[str, Any], region: str | None) -
         attributes={"Storage-Class": str(storage_class)} if storage_class else None,
         tags=dict(parse_qsl(str(given.put["Tagging"]))) if given.put.get("Tagging") else None,
         max_retries=max(int(attempts) - 1, 0),
-        # AWS documents sorted listings; SeaweedFS lists by folder, "a/b" before "a-b".
-        sorts=_of_aws(client) and not bucket.endswith("--x-s3"),  # directory buckets list in any order
         region=partial(_true_region, client, bucket, config["region"]),
-        first_page=partial(_first_page, client, bucket, bool(options.get("requester_pays"))),
     )
 
 
@@ -229,12 +226,6 @@ def _true_region(client: Any, bucket: str, asked: str) -> str | None:
     headers = found.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     actual = found.get("BucketRegion") or headers.get("x-amz-bucket-region")
     return str(actual) if actual and actual != asked else None
-
-
-def _first_page(client: Any, bucket: str, requester_pays: bool, prefix: str, **more: Any) -> Mapping[str, Any]:
-    payer = {"RequestPayer": "requester"} if requester_pays else {}
-    answer: Mapping[str, Any] = client.list_objects_v2(Bucket=bucket, Prefix=prefix, **{"MaxKeys": 1, **payer, **more})
-    return answer
 
 
 def _botocore_client(

@@ -36,29 +36,22 @@ def put_in_order(found: Iterable[ObjectInfo], where: str) -> list[ObjectInfo]:
     return [by_name[name] for name in sorted(by_name)]
 
 
-def without_markers(
-    found: Iterable[ObjectInfo], is_marker: Callable[[str], bool], *, by_name: bool
-) -> Iterator[ObjectInfo]:
+def without_markers(found: Iterable[ObjectInfo], is_marker: Callable[[str], bool]) -> Iterator[ObjectInfo]:
     """Yield the objects without a console's folder markers. A marker ``k/`` is listed as an empty ``k``, by obstore.
 
-    An object ``k`` may exist too. ``is_marker(name)``: whether there is no such object. ``by_name``: whether the store
-    lists keys by name, so that ``k`` comes before ``k/``. Each name is left out once, so that a repeated page is seen.
+    An object ``k`` may exist too. ``is_marker(name)``: whether there is no such object. Each name is left out once, so
+    that a repeated page is seen.
     """
-    last, left_out, names = "", set[str](), set[str]()
+    left_out, names = set[str](), set[str]()
     aside: dict[str, ObjectInfo] = {}
     for info in found:
         if info.size or info.name in left_out:
-            pass
-        elif not by_name and info.name not in aside:
-            aside[info.name] = info
-            continue
-        elif not by_name or info.name <= last or is_marker(info.name):
-            left_out.add(info.name)
-            continue
-        last = info.name
-        if not by_name:
             names.add(info.name)
-        yield info
+            yield info
+        elif info.name in aside:
+            left_out.add(info.name)
+        else:
+            aside[info.name] = info
     yield from (info for name, info in aside.items() if name not in names and not is_marker(name))
 
 

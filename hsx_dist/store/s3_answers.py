@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
+from botocore.utils import parse_timestamp
 from fsspec.asyn import sync_wrapper
 from s3fs import S3FileSystem  # part of an extra
 
@@ -17,6 +20,12 @@ _UPLOADS = frozenset({"complete_multipart_upload", "put_object", "upload_part"})
 
 class CheckedS3(S3FileSystem):  # type: ignore[misc]
     """s3fs's file system. Reads and uploads raise ``Unavailable`` for an answer that is none of the store's."""
+
+    async def set_session(self, *args: Any, **kwargs: Any) -> Any:
+        client = await super().set_session(*args, **kwargs)
+        # botocore's own parser takes two thirds of the processor time of a long listing.
+        self.session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_time)
+        return client
 
     async def _call_s3(self, method: str, *more: Any, **kwargs: Any) -> Any:
         answer = await super()._call_s3(method, *more, **kwargs)
@@ -53,6 +62,15 @@ class CheckedS3(S3FileSystem):  # type: ignore[misc]
             f"get s3://{path}: expected an answer with an ETag, got another. Check that the endpoint is the store, and "
             "no proxy"
         )
+
+
+def _time(value: Any) -> datetime:
+    """Return a time in an answer. botocore's own parser takes 0.1 ms for a time."""
+    if isinstance(value, str) and value.endswith("Z"):
+        with suppress(ValueError):
+            return datetime.fromisoformat(value)
+    found: datetime = parse_timestamp(value)
+    return found
 
 
 def _of_a_file(answer: Mapping[str, Any]) -> bool:
