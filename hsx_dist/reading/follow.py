@@ -14,6 +14,7 @@ from hsx_dist.format.json_objects import count, list_of, or_null, text
 from hsx_dist.format.manifest import Manifest, Receipt, SampleRecord
 from hsx_dist.format.names import parse_receipt_name, receipt_name
 from hsx_dist.format.place import Place
+from hsx_dist.format.presence import exists
 from hsx_dist.format.receipt_log import read_entry
 from hsx_dist.format.runs import is_fenced, newest_attempt, read_complete, read_heartbeat, receipts_after
 from hsx_dist.reading.order import EpochPosition
@@ -38,8 +39,9 @@ def has_position(store: Store, position: Mapping[str, Any]) -> bool:
     for name, (seq, keys) in _writers(position):
         attempt, _, writer = name.partition("/")
         try:
-            store.head(receipt_name(int(attempt), writer, seq if keys else seq - 1))
-        except (NotFound, ValueError, FormatError):  # no such receipt, or not a receipt's name
+            if not exists(store, receipt_name(int(attempt), writer, seq if keys else seq - 1)):
+                return False
+        except (ValueError, FormatError):  # not a receipt's name
             return False
     return True
 
