@@ -403,14 +403,14 @@ def test_a_marker_stays_if_its_object_has_an_error_and_gc_continues(monkeypatch,
     for key in ("a", "b"):
         name = f"{key}.safetensors.conflict.json"
         (tmp_path / name).write_text(json.dumps({"key": key, "error": "x", "conflict": True, "expires": 1000}))
-    head = local.LocalStore.head
+    get = local.LocalStore.get
 
-    def fails(store, name):
+    def fails(store, name, most=None):
         if name == "a.safetensors":
             raise error
-        return head(store, name)
+        return get(store, name, most)
 
-    monkeypatch.setattr(local.LocalStore, "head", fails)
+    monkeypatch.setattr(local.LocalStore, "get", fails)
     monkeypatch.setattr(gc, "open_store", lambda path, _: open_store(path, retry_seconds=0))
     with pytest.raises(SystemExit) as ended:
         main(["gc", str(tmp_path), "--delete", "--json"])
