@@ -10,9 +10,13 @@ def exists(store: Store, name: str) -> bool:
     """Whether ``store`` has the object ``name``.
 
     Gets its first byte. A HEAD proves nothing: a gateway may answer it with the status 200 and the size of a page.
+    Web servers get a HEAD, because one without ranges would send the whole object.
     """
     try:
-        store.get(name, 1)
+        if store.url.startswith(("http://", "https://")):
+            store.head(name)
+        else:
+            store.get(name, 1)
     except NotFound:
         return False
     return True
