@@ -14,12 +14,12 @@ from typing import Any
 from uuid import UUID
 
 from hsx_dist.errors import FormatError
+from hsx_dist.inputs.joined import ARROW_BEGIN, ARROW_END, ARROW_MAGIC, refuse_joined_arrow
 from hsx_dist.text import head
 
 _NAME = b"ARROW:extension:name"
 #: Extension types that Arrow registers itself.
 _CANONICAL = ("bool8", "fixed_shape_tensor", "json", "opaque", "parquet.variant", "uuid", "variable_shape_tensor")
-_ARROW_MAGIC = b"ARROW1"
 _CONTINUES, _ENDS = b"\xff\xff\xff\xff", b"\0\0\0\0"
 #: Types of the requested columns of a file, also nested ones. Each batch, and each value of some types, takes time for
 #: all of them, also if no value has them.
@@ -48,17 +48,18 @@ def open_arrow(file: io.RawIOBase) -> tuple[Any, Callable[[Sequence[str]], Itera
 
     Raises:
         pyarrow.ArrowInvalid, OSError: the file has neither format.
+        FormatError: several Arrow files were joined.
     """
     import pyarrow as pa
 
-    is_file = file.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
+    is_file = file.read(len(ARROW_MAGIC)) == ARROW_MAGIC
 
     def reader(columns: list[int]) -> Any:
         file.seek(0)
         options = pa.ipc.IpcReadOptions(included_fields=columns)
         return pa.ipc.open_file(file, options=options) if is_file else pa.ipc.open_stream(file, options=options)
 
-    schema = reader([]).schema
+    schema = _file_schema(file) if is_file else reader([]).schema
 
     def batches(names: Sequence[str]) -> Iterator[Any]:
         opened = reader([i for i, name in enumerate(schema.names) if name in names])
@@ -66,6 +67,22 @@ def open_arrow(file: io.RawIOBase) -> tuple[Any, Callable[[Sequence[str]], Itera
         return (batch.select(list(names)) for batch in found)
 
     return schema, batches
+
+
+def _file_schema(file: io.RawIOBase) -> Any:
+    """Return the schema in an Arrow file's footer. Raises FormatError if the file follows another one in ``file``."""
+    import pyarrow as pa
+
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(size - ARROW_END, 0))
+    length = int.from_bytes(file.read(ARROW_END)[:4], "little")
+    at = max(size - ARROW_END - length, 0)
+    file.seek(at)
+    footer = file.read(size - at) or b""
+    # Arrow opens the footer alone as a file without messages, and verifies it.
+    schema = pa.ipc.open_file(ARROW_BEGIN + footer).schema
+    refuse_joined_arrow(file, at, footer)
+    return schema
 
 
 def _whole_stream(file: io.RawIOBase, opened: Any) -> Iterator[Any]:

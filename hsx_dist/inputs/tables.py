@@ -20,6 +20,7 @@ from hsx_dist.inputs.arrow_files import (
     uuid_columns,
     with_uuids_as_text,
 )
+from hsx_dist.inputs.joined import refuse_joined_parquet
 from hsx_dist.inputs.maps import Converters, converters
 from hsx_dist.inputs.parquet_pages import ParquetPages, stored_values
 from hsx_dist.inputs.row_cost import cost_of_columns, referenced_bytes
@@ -205,6 +206,7 @@ def _parquet(
     file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown: str, allowance: Allowance
 ) -> Iterator[Any]:
     parquet = open_parquet(file)
+    refuse_joined_parquet(file, file.size, parquet.metadata)
     chosen = _chosen(parquet.schema_arrow.names, columns, needed, shown)
     check_fields(parquet.schema_arrow, chosen)
     leaves = _leaves(parquet, chosen)

@@ -1,0 +1,111 @@
+"""Refuses files of a format with a footer or a directory that were joined one after the other (``cat a b > c``).
+
+Libraries read only the last footer or directory. Of Parquet and Arrow, its offsets then point into the first file. So
+the rows of one file would be missing without an error.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+from zipfile import ZipFile
+
+import numpy as np
+
+from hsx_dist.errors import ConfigError, FormatError
+
+ARROW_MAGIC = b"ARROW1"
+#: The magic, the footer's length and the magic again, around an Arrow file's messages and its footer.
+ARROW_BEGIN, ARROW_END = ARROW_MAGIC + b"\0\0", 4 + len(ARROW_MAGIC)
+_BLOCK = np.dtype([("at", "<i8"), ("header", "<i4"), ("padding", "<i4"), ("body", "<i8")])
+#: Numbers of the fields of an Arrow footer that are lists of blocks: dictionaries, record batches.
+_BLOCKS = (2, 3)
+_PARQUET_MAGIC = b"PAR1"
+#: Bytes before a footer that no file explains: it is longer. Arrow's mark of a stream's end takes 8.
+_LEAST = 16
+#: Bytes that are read at once.
+_READ = 1 << 20
+_ZIP_BEGIN, _ZIP_END = b"PK\3\4", b"PK\5\6"
+#: The largest end of a zip file: its end record with a comment.
+_MOST_ZIP_END = 22 + (1 << 16)
+
+
+def refuse_joined_parquet(file: io.RawIOBase, size: int, metadata: Any) -> None:
+    """Raise FormatError if a Parquet file of ``size`` bytes follows another one in ``file``.
+
+    ``metadata``: pyarrow's metadata of the last footer.
+    """
+    ends = [len(_PARQUET_MAGIC)]
+    if metadata.num_row_groups:
+        group = metadata.row_group(metadata.num_row_groups - 1)
+        for i in range(group.num_columns):
+            chunk = group.column(i)
+            begins = [at for at in (chunk.dictionary_page_offset, chunk.data_page_offset) if at]
+            ends.append(min(begins, default=0) + chunk.total_compressed_size)
+    footer = size - 8 - metadata.serialized_size
+    _refuse_joined(file, footer - max(ends), 2 * _PARQUET_MAGIC, len(_PARQUET_MAGIC))
+
+
+def refuse_joined_arrow(file: io.RawIOBase, footer_at: int, footer: bytes) -> None:
+    """Raise FormatError if an Arrow file follows another one in ``file``.
+
+    ``footer``: the bytes of the last footer, which Arrow has verified, and perhaps more. ``footer_at``: its position.
+    """
+
+    def number(at: int, size: int, *, signed: bool = False) -> int:
+        return int.from_bytes(footer[at : at + size], "little", signed=signed)
+
+    table = number(0, 4)
+    fields = table - number(table, 4, signed=True)  # polars writes the list of fields after the table
+    end = len(ARROW_BEGIN)
+    for field in _BLOCKS:
+        slot = 4 + 2 * field
+        if slot < number(fields, 2) and (offset := number(fields + slot, 2)):
+            at = table + offset
+            at += number(at, 4)
+            blocks = np.frombuffer(footer, _BLOCK, number(at, 4), at + 4)
+            end = max(end, int((blocks["at"] + blocks["header"] + blocks["body"]).max(initial=0)))
+    _refuse_joined(file, footer_at - end, ARROW_BEGIN, 0)
+
+
+def _refuse_joined(file: io.RawIOBase, gap: int, magic: bytes, before: int) -> None:
+    """Raise FormatError if ``magic`` is where another file's end, of ``before`` bytes, meets a file's begin.
+
+    ``gap``: bytes between the parts that the footer names and the footer itself. They are at least the bytes of the
+    files before the last one, because the footer counts from its own file's begin. So the last file begins within the
+    first ``gap`` bytes. A file alone has there marks, page indexes and filters, so few bytes are searched.
+    """
+    if gap < _LEAST:
+        return
+    left = gap + len(magic) - before - 1
+    file.seek(1)
+    data = b""
+    while left > 0 and (more := file.read(min(left, _READ))):
+        data = data[1 - len(magic) :] + more
+        if magic in data:
+            raise FormatError(
+                "expected one file, got several that were joined one after the other. Libraries read only one of them. "
+                "Store them as files of a folder"
+            )
+        left -= len(more)
+
+
+def refuse_joined_zip(archive: ZipFile) -> None:
+    """Raise ConfigError if a zip file follows another one in a file.
+
+    Other bytes before a zip file, such as the program of a self-extractor, are accepted. So are bytes of members that
+    the directory does not name.
+    """
+    file: Any = archive.fp
+    first = min((member.header_offset for member in archive.filelist), default=0)
+    if first == 0:
+        return
+    file.seek(0)
+    if file.read(len(_ZIP_BEGIN)) != _ZIP_BEGIN:
+        return
+    file.seek(max(first - _MOST_ZIP_END, 0))
+    if _ZIP_END in file.read(min(first, _MOST_ZIP_END)):
+        raise ConfigError(
+            "input.path: expected one zip file, got several that were joined one after the other. zipfile reads only "
+            "the last one. Store them as different files, or extract them"
+        )

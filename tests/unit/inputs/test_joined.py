@@ -1,0 +1,138 @@
+"""Tests of files that were joined one after the other (``cat a b > c``): libraries read only one of them."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.inputs.joined import refuse_joined_arrow
+from hsx_dist.inputs.rows import Row, read_rows
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+_JOINED = "got several that were joined one after the other"
+#: Token ids of a row.
+_LENGTH = 64
+
+
+def _packed(rows: int, seed: int) -> pa.Table:
+    """Return packed token ids of one length. The parts of two files with as many rows are at the same positions."""
+    ids = np.random.default_rng(seed).integers(0, 49152, rows * _LENGTH, dtype=np.int32)
+    values = {"token_ids": ids, "loss_mask": np.ones(len(ids), np.int8), "zz": ids}
+    return pa.table(
+        {name: pa.array(list(column.reshape(rows, _LENGTH)), pa.list_(pa.int32())) for name, column in values.items()}
+    )
+
+
+def _texts(rows: int, seed: int) -> pa.Table:
+    words = pa.array([f"{seed} {i}" for i in range(rows)])
+    return pa.table({"text": words, "kind": words.dictionary_encode()})
+
+
+def _parquet(table: pa.Table, **options: object) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(table, out, row_group_size=20, **options)
+    return out.getvalue()
+
+
+def _arrow(table: pa.Table) -> bytes:
+    out = io.BytesIO()
+    with pa.ipc.new_file(out, table.schema, options=pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)) as writer:
+        for start in range(0, len(table), 20):
+            writer.write_table(table.slice(start, 20))
+    return out.getvalue()
+
+
+def _feather(table: pa.Table) -> bytes:
+    out = io.BytesIO()
+    feather.write_feather(table, out, compression="zstd")
+    return out.getvalue()
+
+
+_WRITERS: dict[str, Callable[[pa.Table], bytes]] = {
+    "plain.parquet": lambda table: _parquet(table, compression="none", use_dictionary=False),
+    "snappy.parquet": _parquet,
+    "indexes.parquet": lambda table: _parquet(table, compression="zstd", write_page_index=True),
+    "rows.arrow": _arrow,
+    "rows.feather": _feather,
+}
+
+
+def _read(path: Path | str) -> int:
+    rows = list(read_rows(InputConfig(path=str(path))))
+    assert all(isinstance(row, Row) for row in rows)
+    return len(rows)
+
+
+@pytest.mark.parametrize("name", _WRITERS)
+@pytest.mark.parametrize("table", [_packed, _texts])
+@pytest.mark.parametrize("rows", [[50, 50], [40, 10], [10, 40], [10, 0], [0, 10], [30, 30, 30]])
+def test_joined_tables_are_refused(
+    tmp_path: Path, table: Callable[[int, int], pa.Table], name: str, rows: list[int]
+) -> None:
+    path = tmp_path / name
+    parts = [_WRITERS[name](table(count, seed)) for seed, count in enumerate(rows)]
+    for part, count in zip(parts, rows, strict=True):
+        path.write_bytes(part)
+        assert _read(path) == count
+    path.write_bytes(b"".join(parts))
+    with pytest.raises(FormatError, match=_JOINED):
+        _read(path)
+
+
+def _zipped(name: str) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr(name, '{"text": "a"}\n')
+    return out.getvalue()
+
+
+def test_joined_zip_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "in.zip"
+    path.write_bytes(_zipped("a.jsonl") + _zipped("b.jsonl"))
+    with pytest.raises(ConfigError, match=_JOINED):
+        _read(f"zip://*.jsonl::{path}")
+
+
+@pytest.mark.parametrize("program", [b"MZ" + bytes(100_000), b"#!/bin/sh\nexit\n"])
+def test_a_zip_file_behind_a_program_is_read(tmp_path: Path, program: bytes) -> None:
+    path = tmp_path / "in.zip"
+    path.write_bytes(program + _zipped("a.jsonl"))
+    assert _read(f"zip://*.jsonl::{path}") == 1
+
+
+def test_a_zip_file_without_its_first_member_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("a.jsonl", "b.jsonl"):
+            archive.writestr(name, '{"text": "a"}\n')
+        del archive.filelist[0]  # as tools do that remove a member from the directory alone
+    assert _read(f"zip://*.jsonl::{path}") == 1
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["pyarrow", "polars"])
+def test_an_arrow_file_alone_is_not_searched(moved: bool) -> None:
+    """The search would fetch a file on a server twice."""
+    data = _arrow(_texts(50, 0))
+    length = int.from_bytes(data[-10:-6], "little")
+    at, footer = len(data) - 10 - length, data[-10 - length :]
+    if moved:  # polars writes the list of fields after their table
+        table = int.from_bytes(footer[:4], "little")
+        fields = table - int.from_bytes(footer[table : table + 4], "little", signed=True)
+        offset = (table - len(footer)).to_bytes(4, "little", signed=True)
+        footer = footer[:table] + offset + footer[table + 4 :] + footer[fields:table]
+    refuse_joined_arrow(file := io.BytesIO(data), at, footer)
+    assert file.tell() == 0
+    joined = io.BytesIO(data + data)
+    with pytest.raises(FormatError, match=_JOINED):
+        refuse_joined_arrow(joined, len(data) + at, footer)
