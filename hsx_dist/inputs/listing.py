@@ -113,7 +113,8 @@ def _find(config: InputConfig, shown: str) -> Input:
             _refuse_split(config)
             path = fs.with_scheme(path) if isinstance(fs, BucketFolders) else path
             name = name_of(fs, path)
-            sources = [InputSource(stem(name), (path,), _format(name, config.format) or "jsonl")]
+            form = (_format(name, "auto") or "jsonl") if config.format == "auto" else config.format
+            sources = [InputSource(stem(name), (path,), form)]
     if not sources:
         raise ConfigError(
             f"input.path: expected files of rows at {shown}, got none. Name them (jsonl, txt, parquet, arrow; or "
@@ -372,7 +373,7 @@ def _format(name: str, asked: str) -> Format | None:
     known = _FORMATS.get(_suffix(_REFUSED.sub("", COMPRESSED.sub("", name))))
     if asked == "auto":
         return known
-    if asked == "dataset":
+    if asked == "dataset" or (_accompanies(name) and _MAY_HAVE_ROWS.search(posixpath.basename(name))):
         return None
     # A file whose name ends with another format's suffix is left out. A file without a known suffix is read.
     return asked if known in (None, asked) or (known in LINES and asked in LINES) else None  # type: ignore[return-value]
@@ -380,13 +381,16 @@ def _format(name: str, asked: str) -> Format | None:
 
 def _check_no_rows(name: str) -> None:
     """Raise ConfigError for a file that is not read and may have rows: an archive, or ``rows.jsonl.part.0``."""
-    last = _suffix(name)
-    if (last in ARCHIVES or _MAY_HAVE_ROWS.search(name)) and not _NO_ROWS.fullmatch(last):
+    if (_suffix(name) in ARCHIVES or _MAY_HAVE_ROWS.search(name)) and not _accompanies(name):
         raise ConfigError(
             "input.path: expected files of rows, plain or compressed as .gz, .zst, .xz or .bz2, got "
             f"{head(name, 400)!r}. Extract, rename or convert it, use a glob that does not match it, or set "
             "input.format to read it as it is"
         )
+
+
+def _accompanies(name: str) -> bool:
+    return _NO_ROWS.fullmatch(_suffix(name)) is not None
 
 
 def _suffix(name: str) -> str:

@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 from fsspec.implementations.local import LocalFileSystem
@@ -27,6 +29,7 @@ from hsx_dist.config import InputConfig, absolute_path
 from hsx_dist.errors import ConfigError
 from hsx_dist.inputs import folder_limits, listing, sources
 from hsx_dist.inputs.file_systems import name_of
+from hsx_dist.inputs.rows import Row
 from tests.unit.growth import check_linear
 from tests.unit.inputs.test_sources import keys, lines, read, saved, table
 
@@ -207,6 +210,61 @@ def test_a_file_that_accompanies_rows_is_left_out(tmp_path: Path) -> None:
     for ending in [*names, "jsonl~", "jsonl.~1~", "jsonl.gz~", "csv", "csv.gzip"]:
         lines(tmp_path / f"a.{ending}", "a")
     assert keys(tmp_path) == ["a:00000000"]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "text"])
+def test_a_file_that_accompanies_rows_is_left_out_if_the_user_chooses_a_format(tmp_path: Path, form: Any) -> None:
+    lines(tmp_path / "a.jsonl", "a")
+    for ending in (
+        "jsonl.bak",
+        "jsonl.md5",
+        "jsonl.gz.sha256",
+        "jsonl~",
+        "parquet.crc",
+        "jsonl.1.orig",
+        "jsonl.old.gz",
+    ):
+        lines(tmp_path / f"a.{ending}", "a")
+    assert keys(tmp_path, format=form) == ["a:00000000"]
+    assert keys(tmp_path / "a*", format=form) == ["a:00000000"]
+    for name in ("x.txt/b.log", "c.log", "d.jsonl.1"):
+        lines(tmp_path / name, "a")
+    assert len(keys(tmp_path, format=form)) == 4
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows.json", "rows.arrow", "rows.parquet", "rows.jsonl.bak", "rows"])
+@pytest.mark.usefixtures("in_process")
+def test_the_chosen_format_of_one_file_holds(tmp_path: Path, name: str) -> None:
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / name)
+    found = read(tmp_path / name, format="parquet")
+    assert [getattr(row, "text", None) for row in found] == ["a", "b"]
+    lines(tmp_path / name, "a", "b")
+    assert [getattr(row, "text", None) for row in read(tmp_path / name, format="jsonl")] == ["a", "b"]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_missing_member_of_a_zip_file_whose_name_looks_like_a_glob_is_named(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x[1].zip", "w") as archive:
+        archive.writestr("rows.jsonl", '{"text": "a"}\n')
+    for member in ("rows.jsonl", "*.jsonl", "row?.jsonl"):
+        assert keys(f"zip://{member}::{tmp_path}/x[1].zip") == ["rows:00000000"]
+    with pytest.raises(ConfigError, match="got no such file or bucket"):
+        read(f"zip://row.jsonl::{tmp_path}/x[1].zip")
+
+
+def test_a_relative_glob_is_searched_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``run[1]`` as a glob is ``run1``."""
+    lines(tmp_path / "run1" / "a.jsonl", "of another run")
+    lines(tmp_path / "run[1]" / "in" / "b.jsonl", "b")
+    monkeypatch.chdir(tmp_path / "run[1]")
+    monkeypatch.setenv("HOME", str(tmp_path / "run[1]"))
+    for path in ("in/*.jsonl", "./in/*.jsonl", "**/*.jsonl", "~/in/*.jsonl", "*/[b].jsonl"):
+        assert [row.text for row in read(path) if isinstance(row, Row)] == ["b"], path
+    for path in ("*.jsonl", "~/*.jsonl"):
+        with pytest.raises(ConfigError, match="expected files of rows"):
+            read(path)
+    with pytest.raises(ConfigError, match="got no such file or bucket"):
+        read("a.jsonl")
 
 
 def test_every_compression_that_is_read_is_read_in_a_folder(tmp_path: Path) -> None:
