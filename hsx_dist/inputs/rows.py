@@ -127,12 +127,22 @@ def _as_record(prompt: Any, config: InputConfig) -> Any:
     if isinstance(prompt, str):
         return {config.text: prompt}
     if isinstance(prompt, Mapping):
-        return dict(prompt)
-    if hasattr(prompt, "tolist"):  # numpy or torch
-        prompt = prompt.tolist()
-    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray, memoryview)):
-        return {config.messages if prompt and isinstance(prompt[0], Mapping) else config.token_ids: list(prompt)}
+        record = dict(prompt)
+        for name in (config.messages, config.token_ids, config.tools, config.loss_mask):
+            if name in record:
+                record[name] = _as_list(record[name])
+        return record
+    prompt = _as_list(prompt)
+    if isinstance(prompt, list):
+        return {config.messages if prompt and isinstance(prompt[0], Mapping) else config.token_ids: prompt}
     return prompt
+
+
+def _as_list(value: Any) -> Any:
+    """Return a list for a sequence, or an array of numpy or torch. Other values stay."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    is_text = isinstance(value, (str, bytes, bytearray, memoryview))
+    return list(value) if isinstance(value, Sequence) and not is_text else value
 
 
 def _rows(batches: Iterator[RecordBatch], config: InputConfig, opened: RecordBatch) -> Iterator[Row | RowFate]:

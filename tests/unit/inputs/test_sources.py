@@ -6,13 +6,17 @@ import gzip
 import json
 import os
 import zipfile
+from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
@@ -294,6 +298,33 @@ def test_fields_that_cannot_be_used_are_refused(record: dict[str, Any], reason: 
     (fate,) = rows_from([record], InputConfig(metadata=["more"]))
     assert isinstance(fate, RowFate)
     assert reason in fate.reason
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.array, partial(array, "i")])
+def test_arrays_and_tuples_in_a_mapping_are_lists(form: Callable[[list[int]], Any]) -> None:
+    ids, mask = [5, 6], [0, 1]
+    config = InputConfig(token_ids="ids", loss_mask="mask", tools="functions")
+    first, second = rows_from([{"ids": form(ids), "mask": form(mask)}, form(ids)], config)
+    assert isinstance(first, Row)
+    assert isinstance(second, Row)
+    assert (first.token_ids, first.loss_mask, second.token_ids) == (ids, mask, ids)
+    assert {type(token) for token in [*first.token_ids, *second.token_ids]} == {int}
+
+
+@pytest.mark.parametrize("form", [tuple, lambda items: np.array(items, object)])
+def test_chats_in_a_mapping_may_be_tuples_and_arrays(form: Callable[[Any], Any]) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    row, other = rows_from([{"messages": form(MESSAGES), "tools": form(tools)}, form(MESSAGES)], InputConfig())
+    assert isinstance(row, Row)
+    assert isinstance(other, Row)
+    assert (row.messages, row.tools, other.messages) == (MESSAGES, tools, MESSAGES)
+
+
+@pytest.mark.parametrize("value", [np.array(5), np.array([1.5]), np.array([[1]]), b"ab", {1: 2}, "ab"])
+def test_other_token_ids_in_a_mapping_are_refused(value: Any) -> None:
+    (fate,) = rows_from([{"token_ids": value}], InputConfig())
+    assert isinstance(fate, RowFate)
+    assert fate.reason.startswith("token_ids: expected")
 
 
 def test_metadata_becomes_json() -> None:
