@@ -18,10 +18,13 @@ _ROUNDS = 8
 
 # The time of each pattern must grow linearly with the text's length. No pattern matches ``HIDDEN``, so that a redacted
 # text stays the same.
+#: One character in place of ``HIDDEN`` while links are searched, because a link ends at a blank. No text needs it:
+#: Unicode assigns no meaning to it.
+_MASK = "\ufdd0"
 _HIDDEN = re.escape(HIDDEN)
 _WORD = re.compile(r"\S+")
-#: ``scheme://`` and the text to the first quote, bracket or control character. A bracket may surround an IPv6 address.
-_BARE = re.compile(r"[^:]*://(\[[0-9A-Fa-f:.%]*\])?[^'\"<>()\[\]{},;`|\0-\x1f]*")
+#: A host, and the text to the first quote, bracket or control character. A bracket may surround an IPv6 address.
+_BARE = re.compile(r"(\[[0-9A-Fa-f:.%]*\])?[^'\"<>()\[\]{},;`|\0-\x1f]*")
 #: ``USER:PASSWORD@HOST`` may be in one word with a link, behind a comma.
 _ADDRESS = re.compile(r"[^\s,'\"]+")
 #: A parameter's name, up to its value. JSON of some languages has the code of ``&``.
@@ -105,28 +108,31 @@ def _ends(head: str, tail: str) -> str:
 
 
 def _hidden(text: str) -> str:
-    # Most texts lack the characters that the slower patterns need.
-    text = _PRIVATE_KEY.sub(rf"\1 {HIDDEN}", text)
-    if "://" in text:
-        text = _WORD.sub(lambda found: _links(found[0]), text)
-    if "@" in text:
-        text = _ADDRESS.sub(lambda found: _address(found[0]), text)
+    # The values of names are replaced before links are searched: the ``@`` of a password in the same word would end the
+    # user of a link. Most texts lack the characters that the slower patterns need.
+    text = _PRIVATE_KEY.sub(rf"\1 {_MASK}", text)
     if "=" in text:
         text = _without(text, _parameters(text))
     if "'" in text or '"' in text:
         text = _without(text, _settings(text))
     text = _ELEMENT.sub(
-        lambda found: f"<{found[1]}{found[2] or ''}>{HIDDEN}" if looks_secret(found[1]) else found[0], text
+        lambda found: f"<{found[1]}{found[2] or ''}>{_MASK}" if looks_secret(found[1]) else found[0], text
     )
-    text = _TOKEN.sub(rf"\1\2{HIDDEN}", text)
-    return _KEY.sub(rf"\1={HIDDEN}", text) if "=" in text else text
+    text = _TOKEN.sub(rf"\1\2{_MASK}", text)
+    if "=" in text:
+        text = _KEY.sub(rf"\1={_MASK}", text)
+    if "://" in text:
+        text = _WORD.sub(lambda found: _links(found[0]), text)
+    if "@" in text:
+        text = _ADDRESS.sub(lambda found: _address(found[0]), text)
+    return text.replace(_MASK, HIDDEN)
 
 
 def _without(text: str, values: Iterable[tuple[int, int]]) -> str:
-    """Return ``text`` with ``HIDDEN`` in place of ``values``: beginnings and ends, in order."""
+    """Return ``text`` with ``_MASK`` in place of ``values``: beginnings and ends, in order."""
     pieces, at = [], 0
     for start, end in values:
-        pieces += [text[at:start], HIDDEN]
+        pieces += [text[at:start], _MASK]
         at = end
     return "".join(pieces) + text[at:]
 
@@ -204,6 +210,6 @@ def _address(word: str) -> str:
 
 def _link(link: str) -> str:
     # In prose a quote or a bracket ends a link, and a colon may follow it. A password may contain them.
-    bare = _BARE.match(link) if "@" not in link else None
-    shown = (bare[0] if bare else link).rstrip(":.")
+    bare = _BARE.match(link, link.rfind("@") + 1 or link.index("://") + 3)
+    shown = (link[: bare.end()] if bare else link).rstrip(":.")
     return (public_link(shown) if breaks_the_rule(shown) else shown) + link[len(shown) :]

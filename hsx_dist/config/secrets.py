@@ -12,7 +12,7 @@ from typing import Any
 from hsx_dist.config.redaction import is_shown
 from hsx_dist.config.secret_names import ENV_REFERENCE, HIDDEN, is_env_reference, looks_secret
 from hsx_dist.config.tokens import BEFORE_TOKEN, KNOWN_TOKEN
-from hsx_dist.config.urls import has_credentials, is_endpoint, public_url
+from hsx_dist.config.urls import has_credentials, is_endpoint, is_url, public_url
 
 # Most of these patterns search texts of stored objects, so the time of each must grow linearly with the text's length.
 #: A credential in a text, by the words before it or its prefix. Prose has no long word with a digit after ``bearer``.
@@ -155,7 +155,8 @@ def hide_secrets(value: Any, *, within: bool = False) -> Any:
         return HIDDEN
     if isinstance(value, str):
         shown = public_url(value)  # without characters that may split a credential
-        return HIDDEN if any(map(_SECRET_TEXT.search, (value, shown))) or not is_shown(shown) else shown
+        texts = {shown} if is_url(value) else {shown, value}
+        return HIDDEN if _SECRET_TEXT.search(value) or any(map(_holds_secret, texts)) else shown
     return value
 
 

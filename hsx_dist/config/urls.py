@@ -48,6 +48,12 @@ _ENDPOINT = re.compile(
     r"https?://([^/?#\s]*@)?([^/?#@:\s]+|\[[0-9A-Fa-f:.%]+\])(:(?P<port>[0-9]{1,5}))?(/[^?#]*)?", re.IGNORECASE
 )
 _PARAMETER = re.compile(r"([?&;#])([^=&;#?\s]+)=")
+#: User and password behind ``://``. One with a character that may end a URL may also be the text behind a URL.
+_USER = re.compile(r"[^/?#\\\s'\"<>()\[\]{},;`|]*@")
+#: A character that ends a URL in prose. Behind a comma redaction finds an address.
+_ENDS_URL = re.compile(r"[\s'\"<>,]")
+#: A web server's URL without user, password and query: its two parts.
+_WEB = re.compile(r"([^:/?#]*://)(?:[^/?#]*@)?([^?]*)", re.DOTALL)
 _ODD_AUTHORITY = re.compile(rf"(?!({'|'.join(sorted(_NO_HOST))})://)[^:]*://[^/]*[ \\\uff20\ufe6b]", re.IGNORECASE)
 _BUCKET = re.compile(r"[^:@]*|arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d{12}:(accesspoint(:[a-z0-9.-]+)?|outpost)")
 #: ``github://ORG:REPOSITORY@REF``, as fsspec spells it. GitHub's tokens have known prefixes.
@@ -77,8 +83,16 @@ def has_credentials(text: str) -> bool:
     hub id has no ``://`` and holds none. A text that begins as a URL is judged as any library reads it (``check_url``).
     An address with a user and a password (``is_address``) is a credential, also as a link of a chain.
     """
-    text = _as_read(text)
+    return any(map(_holds_one, dict.fromkeys(_readings(text))))
+
+
+def _holds_one(text: str) -> bool:
     return any(map(breaks_the_rule, links_of(text))) or is_signed_url(text) or any(map(is_address, _chained(text)))
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is one URL or a chain of URLs, and nothing else."""
+    return _CHAIN.match(text) is not None and _ENDS_URL.search(text) is None
 
 
 def is_address(text: str) -> bool:
@@ -202,10 +216,15 @@ def check_place_of_credentials(url: str) -> None:
 def public_url(url: str) -> str:
     """Return ``url`` without credentials and without its query, for messages, logs and stored objects.
 
-    If a link has credentials (see ``has_credentials``), only the text after its last ``@`` is returned. An address
+    A link with credentials is returned as by ``public_link``, a mistyped URL with credentials as its scheme. An address
     with a user and a password becomes ``HIDDEN``. Any other text without ``://`` is returned unchanged.
     """
-    url = _without_addresses(_as_read(url))
+    read, written = _readings(url)
+    if read != written and has_credentials(url):
+        # Where its credentials end is unknown.
+        known = _GAP.match(written)
+        return f"{known[1]}://{HIDDEN}" if known else HIDDEN
+    url = _without_addresses(read)
     if "://" not in url:
         return url
     links = links_of(url)
@@ -215,6 +234,20 @@ def public_url(url: str) -> str:
     shown = before + separator + rest.split("?", 1)[0]
     shown = re.split("[;#]", shown, maxsplit=1)[0] if is_signed_url(shown) else shown
     return _without_addresses(shown)  # the rest of a text may be an address
+
+
+def web_path(url: str) -> str:
+    """Return the URL of a file on a web server without user, password and query. Rows are named by it.
+
+    The user and password end where clients end them: at the last ``@`` before the path. An ``@`` in the path is a part
+    of the name.
+    """
+    found = _WEB.match(url)
+    if found is None:
+        return public_url(url)
+    host, slash, path = found[2].partition("/")
+    named = found[1] + host + public_url(slash + path)  # the path may have a URL with credentials in it
+    return re.split("[;#]", named, maxsplit=1)[0] if is_signed_url(named) else named
 
 
 def _without_addresses(text: str) -> str:
@@ -230,10 +263,15 @@ def is_signed_url(text: str) -> bool:
 
 
 def url_secrets(text: str) -> Iterator[str]:
-    """Yield the text before the ``@`` of each link with credentials, and its parts; each also percent-decoded."""
+    """Yield what may be the user and password of each link with credentials, and its parts; each also percent-decoded.
+
+    Libraries end the password at the last ``@`` before a slash or a query. It may also have slashes in it.
+    """
     for link in filter(breaks_the_rule, links_of(_as_read(text))):
-        secret = link.partition("://")[2].rpartition("@")[0]
-        yield from (secret, unquote(secret), *secret.split(":", 1), *unquote(secret).split(":", 1))
+        rest = link.partition("://")[2]
+        authority = re.split("[/?#]", rest, maxsplit=1)[0]
+        for secret in dict.fromkeys(one.rpartition("@")[0] for one in (rest, authority)):
+            yield from (secret, unquote(secret), *secret.split(":", 1), *unquote(secret).split(":", 1))
 
 
 def _as_read(text: str) -> str:
@@ -241,14 +279,26 @@ def _as_read(text: str) -> str:
 
     Returns any other text unchanged: it may be prose.
     """
+    return _readings(text)[0]
+
+
+def _readings(text: str) -> tuple[str, str]:
+    """Return ``_as_read(text)``, and the same with a mistyped ``://`` as it is written.
+
+    The characters in place of ``://`` may belong to the credentials.
+    """
     clean = _clean(text)
     last = max((found.start() for found in _AT.finditer(clean)), default=-1)
     read = _GAP.sub(lambda found: f"{found[1]}://" if _is_mistyped(found, last) else found[0], clean)
     begins = _BEGINS.match(text) or (read != clean and (_GAP.match(clean) or _CHAINED.match(clean)))
     if not begins:
-        return text
+        return text, text
     # In prose that begins as a URL, only the text before an ``@`` is changed.
-    return _BEFORE_AT.sub(lambda found: _quoted(found[0]), read)
+    return _with_quoted_user(read), _with_quoted_user(clean)
+
+
+def _with_quoted_user(text: str) -> str:
+    return _BEFORE_AT.sub(lambda found: _quoted(found[0]), text)
 
 
 def _clean(text: str) -> str:
@@ -318,14 +368,18 @@ def breaks_the_rule(link: str) -> bool:
 
 
 def public_link(link: str) -> str:
-    """Return one of ``links_of`` without what may be a credential."""
+    """Return one of ``links_of`` without what may be a credential.
+
+    The user and password before the last ``@`` of a valid authority are left out. If a further ``@`` follows, or none
+    precedes the path, nothing behind ``://`` is shown: a credential may have slashes in it, so it may end anywhere.
+    """
     if not breaks_the_rule(link):
         return link
     scheme, _, rest = link.partition("://")
     chained = "::" if rest.endswith("::") else ""
-    _, at, after = rest.removesuffix("::").rpartition("@")
-    # A wide or percent-encoded ``@`` may follow, also behind slashes, which some libraries strip.
-    shown = "{}://{}{}".format(scheme, after.lstrip("/\\"), chained)
-    # Behind an IPv6 address, which no user has for a name, the text after the ``@`` may be no host.
-    is_host = at and not rest.startswith("[") and not breaks_the_rule(shown)
-    return shown if is_host else f"{scheme}://{HIDDEN}{chained}"
+    rest = rest.removesuffix("::")
+    user = _USER.match(rest)
+    # Some libraries strip slashes.
+    after = rest[user.end() :].lstrip("/\\") if user else ""
+    shown = f"{scheme}://{after}{chained}"
+    return shown if after and not _AT.search(after) and not breaks_the_rule(shown) else f"{scheme}://{HIDDEN}{chained}"

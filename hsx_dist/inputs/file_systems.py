@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hsx_dist.config import public_url
+from hsx_dist.config.urls import web_path
 
 #: Separates the name of an object of S3 from its version.
 VERSION = "?versionId="
@@ -42,10 +42,10 @@ def in_bucket(fs: Any) -> bool:
 def name_of(fs: Any, path: str) -> str:
     """Return the path of a file of ``fs``, without the query of a URL and the version of an object of S3.
 
-    A URL may be signed, and keys must not have a signature. All other paths are names.
+    A URL may be signed or have a password, and keys must not have them. All other paths are names.
     """
     if is_web(fs):
-        return public_url(path)
+        return web_path(path)
     return path.partition(VERSION)[0] if path.startswith("s3://") and in_bucket(fs) else path
 
 

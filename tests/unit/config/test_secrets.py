@@ -410,7 +410,7 @@ def test_errors_of_pydantic_show_no_credential() -> None:
 #: URL → its redacted form. Each has a credential.
 WITH = {
     f"s3://key:{SECRET}@b/x": "s3://b/x",
-    f"s3://key:{SECRET}/with/slashes@b/x": "s3://b/x",
+    f"s3://key:{SECRET}/with/slashes@b/x": "s3://(not shown)",
     f"s3://{SECRET}@b/x": "s3://b/x",
     f"s3://key:{SECRET}": "s3://(not shown)",
     f"s3://key:{SECRET}/x": "s3://(not shown)",
@@ -418,18 +418,20 @@ WITH = {
     f"S3://key:{SECRET}@b/x": "S3://b/x",
     f"gs://:{SECRET}@b": "gs://b",
     f"https://user:{SECRET}@h/x": "https://h/x",
-    f"https://user:{SECRET}/with/slashes@h/x": "https://h/x",
-    f"https://user:pa@ss/{SECRET}@h/x": "https://h/x",
-    f"https://user:pa?ss{SECRET}@h/x?y": "https://h/x",
-    f"https://user:pa#ss{SECRET}@h/x": "https://h/x",
+    f"https://user:{SECRET}/with/slashes@h/x": "https://(not shown)",
+    f"https://user:pa@ss/{SECRET}@h/x": "https://(not shown)",
+    f"https://user:pa?ss{SECRET}@h/x?y": "https://(not shown)",
+    f"https://user:pa#ss{SECRET}@h/x": "https://(not shown)",
     f"https://{SECRET}@h/x": "https://h/x",
-    f"https://user:/{SECRET}@h/x": "https://h/x",
+    f"https://user:{SECRET}@h/a@b/x": "https://(not shown)",
+    f"https://user:pw@h/x?mail=a@b&token={SECRET}": "https://(not shown)",
+    f"https://user:/{SECRET}@h/x": "https://(not shown)",
     f"https://user:99999{SECRET}": "https://(not shown)",
     f"http://user:{SECRET}@[::1]:80/x": "http://[::1]:80/x",
     f"sftp://user:{SECRET}@h/x": "sftp://h/x",
     f"abfs://c:{SECRET}@account.dfs.core.windows.net/x": "abfs://account.dfs.core.windows.net/x",
     f"zip://a::https://user:{SECRET}@h/x": "zip://a::https://h/x",
-    f"zip://a.jsonl::simplecache::s3://key:{SECRET}/y@b/x": "zip://a.jsonl::simplecache::s3://b/x",
+    f"zip://a.jsonl::simplecache::s3://key:{SECRET}/y@b/x": "zip://a.jsonl::simplecache::s3://(not shown)",
     f"https://key:{SECRET}::s3://b/x": "https://(not shown)::s3://b/x",
     f"filecache::gcs://{SECRET}@b/x": "filecache::gcs://b/x",
     f"https://proxy/https://user:{SECRET}@h/x": "https://proxy/https://h/x",
@@ -580,6 +582,7 @@ def test_a_url_that_libraries_read_in_different_ways_is_refused(url: str) -> Non
         ),
         *(f"{scheme}:k:{SECRET}/x@b/x" for scheme in ("https", "sftp", "az", "zip://a::gs", "zip::hf")),
         *(f"s3:k:{SECRET}{at}b/x" for at in ("%40", "\uff20")),
+        *(f"sftp{gap}{SECRET}@b/x" for gap in ("://:/", "://:;", "://: ", "://::/ ", "://;:", ":///:")),
         *(f"https{gap}k:{SECRET}@b/x" for gap in (":", "::/", ":/ /", ":////")),
         *(f"s3{gap}k:{SECRET}/b" for gap in (":/", " ://", "::///", ":/ /", ":////")),
     ],
@@ -724,6 +727,11 @@ def test_an_input_has_no_credentials_where_no_library_looks_for_them(url: str) -
     with pytest.raises(ConfigError, match="URL without credentials") as e:
         load_config(None, output="o", model="m", input={"path": url})
     assert SECRET not in str(e.value)
+
+
+def test_the_password_of_a_link_with_a_later_at_sign_is_a_secret() -> None:
+    assert SECRET in url_secrets(f"https://me:{SECRET}@h/data/train@v2.jsonl?mail=a@b")
+    assert f"{SECRET}/x" in url_secrets(f"https://me:{SECRET}/x@h/y")
 
 
 def test_a_reference_to_the_environment_is_no_credential() -> None:

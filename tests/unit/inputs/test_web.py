@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hsx_dist.config import InputConfig
+from hsx_dist.config import InputConfig, public_url
+from hsx_dist.config.urls import web_path
 from hsx_dist.errors import ConfigError
 from hsx_dist.inputs.rows import read_rows
 from hsx_dist.inputs.web import check_web_file
@@ -69,3 +70,27 @@ def test_a_folder_is_known_without_its_type(url: str) -> None:
 @pytest.mark.parametrize("url", ["http://h/corpus", "http://h/download/?id=1", "http://h/a.txt"])
 def test_another_url_may_be_a_file(url: str) -> None:
     check_web_file({"url": url, "mimetype": "application/octet-stream"}, "http://shown")
+
+
+@pytest.mark.parametrize("chain", ["", "simplecache::"])
+@pytest.mark.parametrize("query", ["", "?user=me@corp.com&token=hunter2", "?token=ab@hunter2", "#x;token=ab@hunter2"])
+@pytest.mark.parametrize("user", ["", "me:hunter2@", "me:ab@hunter2@"])
+def test_a_row_is_named_by_its_file_and_not_by_a_users_or_a_querys_at_sign(
+    tmp_path: Path, url: str, user: str, query: str, chain: str
+) -> None:
+    (tmp_path / "corpus" / "train@v2.jsonl").write_text('{"text": "a"}\nno JSON\n')
+    path = url.replace("://", f"://{user}") + f"/corpus/train@v2.jsonl{query}"
+    row, refused = read_rows(InputConfig(path=chain + path))
+    assert (row.key, refused.key) == ("train@v2:00000000", "train@v2#00000001")
+    assert "hunter2" not in str(refused)
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/", "/a.jsonl", "/a@b.jsonl", "/a;b=1/c.txt", "/a;token=b", "/a#sig=b", "/a#b.txt", "/x?a=b"]
+)
+@pytest.mark.parametrize("host", ["h", "h.example:9000", "127.0.0.1:80", "[::1]:80", "h/https://h"])
+def test_the_name_of_a_url_without_a_user_is_its_public_form(host: str, path: str) -> None:
+    """Keys of stored runs have this name. Names of a URL with a user have no part of the user."""
+    assert web_path(f"https://{host}{path}") == public_url(f"https://{host}{path}")
+    assert web_path(f"https://u:p@{host}{path}") == public_url(f"https://{host}{path}")
+    assert "hunter2" not in web_path(f"https://proxy/https://u:hunter2@{host}{path}")
