@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from datetime import datetime
 from importlib.metadata import entry_points
 from math import inf
@@ -32,6 +32,20 @@ _REFUSED_CHAT_KWARGS = frozenset(
     {"conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length"}
     | {"tokenizer_kwargs"}
 )
+
+
+#: Texts that YAML's authors write for false, for example in quotes or by ``${env:NAME}``. Python reads them as true.
+_FALSE_TEXTS = frozenset({"false", "no", "off"})
+
+
+def texts_for_false(setting: str, values: Mapping[str, Any], texts: Set[str] = _FALSE_TEXTS) -> list[str]:
+    """Return a line for each value of a mapping that is a text for false. Libraries would read it as true."""
+    return [
+        f"{setting}.{name}: expected a boolean, got a text, which counts as true. Write it without quotes and without "
+        "${env:NAME}"
+        for name, value in values.items()
+        if isinstance(value, str) and value.strip().lower() in texts
+    ]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -74,6 +88,13 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
                 f"engine_kwargs.{name}: expected {' or '.join(accepted)}, got {kwargs[name]!r}: a pooling engine "
                 "caches no hidden states. Remove it"
             )
+    trust = kwargs.get("trust_remote_code")
+    if trust is not None and not isinstance(trust, bool):
+        lines.append(
+            f"engine_kwargs.trust_remote_code: expected a boolean or null, got a {type(trust).__name__}. Write it "
+            "without quotes and without ${env:NAME}"
+        )
+    lines += texts_for_false("engine_kwargs", {n: v for n, v in kwargs.items() if n != "trust_remote_code"})
     additional = kwargs.get("additional_config")
     if isinstance(additional, Mapping) and "hsx_capture" in additional:
         lines.append(
@@ -103,6 +124,7 @@ def check_sampling_params(params: Mapping[str, Any]) -> None:
         for name in ("n", "best_of")
         if str(params.get(name) or 1) != "1"
     ]
+    lines += texts_for_false("sampling_params", params)
     if lines:
         raise ValueError("\n".join(lines))
 
@@ -114,6 +136,7 @@ def check_chat_template_kwargs(kwargs: Mapping[str, Any]) -> None:
         "for plain token ids. Remove it"
         for name in sorted(_REFUSED_CHAT_KWARGS.intersection(kwargs))
     ]
+    lines += texts_for_false("chat_template_kwargs", kwargs, {"false"})  # a template may define "off" and "no"
     if lines:
         raise ValueError("\n".join(lines))
 

@@ -45,6 +45,11 @@ SPEED_ONLY = frozenset({
 CHOOSE_POINTS = ("limit_mm_per_prompt", "moe_backend")
 
 
+def trusts_remote_code(engine_kwargs: Mapping[str, Any]) -> bool:
+    """Whether the model's code may run: only for ``true``, because a text such as ``"false"`` counts as true."""
+    return engine_kwargs.get("trust_remote_code") is True
+
+
 def engine_meaning(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that may change a sample: all except ``SPEED_ONLY``, also unknown ones."""
     return {name: value for name, value in sorted(engine_kwargs.items()) if name not in SPEED_ONLY}

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from hsx_dist.config import ExtractConfig, public_url
+from hsx_dist.config.engine_arguments import trusts_remote_code
 from hsx_dist.errors import ConfigError, InputError, is_error
 from hsx_dist.inputs.loss_mask import mask_of_spans, spans_of_roles
 from hsx_dist.inputs.rendered import Text, require_rendered, require_texts
@@ -83,7 +84,7 @@ def load_tokenizer(model: str, *, revision: str | None = None, engine_kwargs: Ma
         return AutoTokenizer.from_pretrained(
             source,
             revision=revision,
-            trust_remote_code=bool(engine_kwargs.get("trust_remote_code", False)),
+            trust_remote_code=trusts_remote_code(engine_kwargs),
             use_fast=engine_kwargs.get("tokenizer_mode") != "slow",
         )
     except BaseException as e:

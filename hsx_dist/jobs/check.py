@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from hsx_dist.config import ExtractConfig
+from hsx_dist.config.engine_arguments import trusts_remote_code
 from hsx_dist.errors import FormatError, NotFound
 from hsx_dist.format.json_objects import check_members, count, read_json
 from hsx_dist.format.names import CHECK
@@ -163,7 +164,7 @@ def compare(
         model,
         revision=config.revision,
         dtype=getattr(torch, dtype),
-        trust_remote_code=bool(config.engine_kwargs.get("trust_remote_code", False)),
+        trust_remote_code=trusts_remote_code(config.engine_kwargs),
     ).eval()
     with torch.inference_mode():
         errors = layer_errors(samples, reference, num_layers)

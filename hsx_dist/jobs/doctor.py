@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from hsx_dist.config import ExtractConfig, public_url
+from hsx_dist.config.engine_arguments import trusts_remote_code
 from hsx_dist.errors import ConfigError, HsxError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.inputs.rows import Row, read_rows
@@ -188,7 +189,7 @@ def check_support(config: ExtractConfig, path: str) -> Diagnosis:
     from vllm.model_executor.models.interfaces import supports_eagle3
     from vllm.plugins import load_general_plugins
 
-    trust = bool(config.engine_kwargs.get("trust_remote_code", False))
+    trust = trusts_remote_code(config.engine_kwargs)
     hf = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=trust)
     load_general_plugins()  # plug-ins register models of other packages
     for architecture in getattr(hf, "architectures", None) or []:

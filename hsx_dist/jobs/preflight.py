@@ -14,7 +14,7 @@ from typing import Any
 
 import hsx_dist
 from hsx_dist.config import ExtractConfig, public_url
-from hsx_dist.config.engine_arguments import engine_meaning
+from hsx_dist.config.engine_arguments import engine_meaning, trusts_remote_code
 from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.connector.versions import OLDEST as VLLM_OLDEST
 from hsx_dist.connector.versions import TESTED as VLLM_TESTED
@@ -235,7 +235,7 @@ def load_text_config(config: ExtractConfig, path: str) -> Any:
 def _load_config(config: ExtractConfig, path: str) -> Any:
     from transformers import AutoConfig
 
-    trust = bool(config.engine_kwargs.get("trust_remote_code", False))
+    trust = trusts_remote_code(config.engine_kwargs)
     if not Path(path).exists():
         _check_id(path, config.revision)
     try:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from hsx_dist.config.checks import texts_for_false
 from hsx_dist.config.urls import check_endpoint, check_no_credentials, public_url
 from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.logger import get_logger
@@ -93,7 +94,7 @@ def _with_configuration(url: str, options: Mapping[str, Any] | None) -> Mapping[
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Check the endpoints in fsspec's options and in the environment, and that credentials are texts.
+    """Check the endpoints in fsspec's options and in the environment, that credentials are texts, and flags are not.
 
     Raises ``ConfigError``, without their text.
     """
@@ -106,6 +107,8 @@ def check_options(options: Mapping[str, Any]) -> None:
             if isinstance(value, (int, float, list, tuple)) and not isinstance(value, bool):
                 kind = "a list" if isinstance(value, (list, tuple)) else "a number"
                 raise ConfigError(f"{name}.{setting}: expected text, got {kind}. Put it in quotes")
+        if wrong := texts_for_false(name, mapping):
+            raise ConfigError("\n".join(wrong))
     for given in (options, client):
         if given.get("endpoint_url"):
             check_endpoint(str(given["endpoint_url"]), "storage_options.endpoint_url")

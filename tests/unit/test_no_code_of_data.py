@@ -16,6 +16,9 @@ USED_BY = {
         *("jobs/check.py", "jobs/doctor.py", "inputs/encode.py", "jobs/preflight.py", "connector/object_writer.py"),
         "jobs/reference.py",  # it passes False, for transformers' own class
     },
+    "trusts_remote_code": {
+        *("jobs/check.py", "jobs/doctor.py", "inputs/encode.py", "jobs/preflight.py", "config/engine_arguments.py"),
+    },
     "AutoTokenizer": {"inputs/encode.py", "connector/object_writer.py"},
     "AutoConfig": {"jobs/doctor.py", "jobs/preflight.py"},
     "AutoModel": {"jobs/check.py", "jobs/reference.py"},

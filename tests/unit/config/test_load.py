@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hsx_dist.config import ExtractConfig, load_config, parse_storage_options
+from hsx_dist.config.engine_arguments import trusts_remote_code
 from hsx_dist.errors import ConfigError
 from tests.unit.growth import check_linear
 
@@ -144,6 +145,20 @@ def test_errors_of_unknown_names_suggest_the_nearest_name() -> None:
         (["engine_kwargs.pipeline_parallel_size=2"], ["expected 1, got 2", "tensor_parallel_size"]),
         (["engine_kwargs.runner=pooling"], ["engine_kwargs.runner", "auto or generate, got 'pooling'"]),
         (["engine_kwargs.convert=embed"], ["engine_kwargs.convert", "auto or none, got 'embed'"]),
+        (
+            ["engine_kwargs.trust_remote_code='false'"],
+            ["engine_kwargs.trust_remote_code: expected a boolean"],
+        ),
+        (["engine_kwargs.trust_remote_code=0"], ["engine_kwargs.trust_remote_code: expected a boolean"]),
+        (
+            ["engine_kwargs.enforce_eager=' False'"],
+            ["engine_kwargs.enforce_eager: expected a boolean"],
+        ),
+        (["sampling_params.ignore_eos='no'"], ["sampling_params.ignore_eos: expected a boolean"]),
+        (
+            ["chat_template_kwargs.enable_thinking='false'"],
+            ["chat_template_kwargs.enable_thinking: expected a boolean"],
+        ),
         (["sampling_params.n=2"], ["sampling_params.n: expected 1, got 2"]),
         (["sampling_params.kv_transfer_params={}"], ["sampling_params.kv_transfer_params"]),
         (["sampling_params.extra_args={kv_transfer_params: {}}"], ["sampling_params.extra_args.kv_transfer_params"]),
@@ -167,11 +182,24 @@ def test_one_error_lists_all_problems() -> None:
     assert len(refusal("part_bytes=1KiB", "in_flight_bytes=1KiB", "min_replicas=9").splitlines()) == 3
 
 
+def test_the_models_code_runs_only_for_true(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HSX_TEST_TRUST", "false")
+    path = tmp_path / "c.yaml"
+    path.write_text("engine_kwargs: {trust_remote_code: '${env:HSX_TEST_TRUST}'}")
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.trust_remote_code: expected a boolean or null, got a str"):
+        load_config(str(path), **LEAST)
+    for value in (True, False, None):
+        kwargs = load_config(None, **LEAST, engine_kwargs={"trust_remote_code": value}).engine_kwargs
+        assert trusts_remote_code(kwargs) is (value is True)
+    # A copy of a configuration is not checked.
+    assert not trusts_remote_code({"trust_remote_code": "false"})
+
+
 def test_keyword_arguments_for_other_libraries_are_not_changed() -> None:
     direct = {
         "engine_kwargs": {"tensor_parallel_size": 2, "hf_overrides": {"a": [1, 2]}, "pipeline_parallel_size": 1},
         "sampling_params": {"max_tokens": 4, "n": 1, "extra_args": {"x": 1}},
-        "chat_template_kwargs": {"enable_thinking": False},
+        "chat_template_kwargs": {"enable_thinking": False, "reasoning": "off"},
     }
     config = load_config(None, **LEAST, **direct)
     assert {name: getattr(config, name) for name in direct} == direct

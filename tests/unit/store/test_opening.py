@@ -172,6 +172,15 @@ def test_a_credential_is_text(name: str, value: object) -> None:
         find_input(InputConfig.model_construct(path="s3://b/x.jsonl", storage_options=options))
 
 
+@pytest.mark.parametrize("options", [{"anon": "false"}, {"use_ssl": "No"}, {"client_kwargs": {"verify": "off"}}])
+def test_a_text_for_false_is_refused(options: dict[str, object]) -> None:
+    """s3fs would read without credentials for ``anon: "false"``."""
+    with pytest.raises(ConfigError, match=r"^storage_options\..*: expected a boolean, got a text"):
+        open_store("s3://bucket/x", options)
+    with pytest.raises(ConfigError, match=r"^storage_options\..*: expected a boolean, got a text"):
+        find_input(InputConfig(path="s3://bucket/x.jsonl", storage_options=options))
+
+
 def test_a_credential_that_is_no_text_is_not_searched_for() -> None:
     redact = Redactor({}, {})
     redact.learn([12345678, True, "hunter2"])  # type: ignore[list-item]
