@@ -14,6 +14,7 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED
 
 import fsspec
 from fsspec.compression import compr
+from fsspec.implementations import cache_metadata
 from fsspec.implementations.cached import CachingFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
@@ -26,7 +27,7 @@ from hsx_dist.inputs.joined import refuse_joined_zip
 from hsx_dist.inputs.read_ahead import check_fetched
 from hsx_dist.inputs.web import MOST_WHOLE, check_stream
 from hsx_dist.inputs.whole_file import WholeFile, require_size
-from hsx_dist.store.opening import ARCHIVE_SCHEMES, check_options
+from hsx_dist.store.opening import ARCHIVE_SCHEMES, LISTED_CACHES, check_options
 from hsx_dist.store.web_answers import bounding_answers
 from hsx_dist.text import head, os_reason
 
@@ -41,6 +42,8 @@ ARCHIVES = frozenset({".zip", ".tar", ".7z", ".rar", ".lz4", ".sz", ".snappy", "
 }
 #: fsspec cannot open these in bounded memory: tarfile reads as much as a header claims, and references name any file.
 _UNBOUNDED = ARCHIVE_SCHEMES - {"zip"}
+#: Links that may be before another link. Others of fsspec run code elsewhere (dask), or hide what they read.
+_LINKS = LISTED_CACHES | {"zip", "simplecache"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +202,7 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
 
 
 def _check_chain(path: str, shown: str) -> None:
-    """Raise ConfigError for a chain of URLs that fsspec does not open in bounded time and memory.
+    """Raise ConfigError for a chain of URLs that fsspec does not open in bounded time and memory, or with code of data.
 
     For a zip file in a zip file, fsspec reads the inner file's directory, through a member of any compression. Another
     link before ``zip://`` hides the zip file from the checks of its members.
@@ -209,6 +212,16 @@ def _check_chain(path: str, shown: str) -> None:
         raise ConfigError(
             "input.path: expected a file of rows, or one in a zip file whose zip:// is the first link "
             f"(zip://NAME::FILE.zip), got {shown}. Extract it, or put a link such as simplecache:: after zip://NAME::"
+        )
+    if not _LINKS.issuperset(schemes[:-1]):
+        raise ConfigError(
+            "input.path: expected zip://, simplecache, filecache or blockcache before ::, "
+            f"got {shown}. Remove other links"
+        )
+    if hasattr(cache_metadata, "pickle") and not LISTED_CACHES.isdisjoint(schemes):
+        raise ConfigError(
+            f"input.path: expected fsspec from 2026.6 on for this cache, got {fsspec.__version__}, which unpickles a "
+            "file of the cache's folder. Install a newer fsspec, or use simplecache::"
         )
 
 

@@ -38,6 +38,8 @@ _EMULATOR = "STORAGE_EMULATOR_HOST"
 _FAST = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 #: Schemes of archives. A small archive may have huge objects, and limits count the bytes of objects.
 ARCHIVE_SCHEMES = frozenset({"zip", "tar", "libarchive", "reference"})
+#: Schemes of caches that keep a list of their files in the cache's folder. fsspec before 2026.6 unpickles that list.
+LISTED_CACHES = frozenset({"filecache", "blockcache", "cached"})
 
 
 def open_store(
@@ -62,8 +64,8 @@ def open_store(
         on_retry: called with the error before each retry.
 
     Raises:
-        ConfigError: the URL is empty, of an archive, or contains a credential. Or its scheme is unknown, or the
-            scheme's package is missing. Or ``backend`` is obstore, and an option or the URL has no
+        ConfigError: the URL is empty, of an archive or a cache, or contains a credential. Or its scheme is unknown, or
+            the scheme's package is missing. Or ``backend`` is obstore, and an option or the URL has no
             counterpart there.
     """
     if not url:
@@ -131,6 +133,8 @@ def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Stor
         raise ConfigError(
             f"{public_url(url)}: expected a folder or an object store, got an archive. Extract the archive to a folder"
         )
+    if scheme in LISTED_CACHES:
+        raise ConfigError(f"{public_url(url)}: expected a folder or an object store, got a cache. Name what it caches")
     if scheme != "memory" and not rest.strip("/"):
         raise ConfigError(f"{url}: expected a bucket behind {scheme}://, got none. Add it")
     if backend == "obstore" or (backend == "auto" and scheme in _FAST):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pickle
 import zipfile
 from array import array
 from collections.abc import Callable
@@ -514,7 +515,24 @@ def test_a_fifo_or_a_device_is_no_input(name: str, kind: str, tmp_path: Path) ->
         read(f"file://{tmp_path}")
 
 
-@pytest.mark.parametrize("cache", ["simplecache", "filecache", "blockcache", "dir", "simplecache::blockcache"])
+@pytest.mark.parametrize("link", ["dir", "dask", "asyncwrapper", "generic", "simplecache::dask", "memory://x"])
+def test_a_chain_has_only_links_that_are_needed(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the link dask, workers of a cluster would read the file."""
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda *_, **__: pytest.fail("opened"))
+    with pytest.raises(ConfigError, match=r"expected zip://, simplecache, filecache or blockcache before ::, got "):
+        read(f"{link}::memory://x.jsonl")
+
+
+@pytest.mark.parametrize("path", ["filecache::https://h/x", "zip://a::blockcache::https://h/x", "cached://x.jsonl"])
+def test_a_cache_whose_list_is_unpickled_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec before 2026.6 unpickles the file ``cache`` of the cache's folder, to which others may write."""
+    monkeypatch.setattr("fsspec.implementations.cache_metadata.pickle", pickle, raising=False)  # as in the old version
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda *_, **__: pytest.fail("opened"))
+    with pytest.raises(ConfigError, match=r"expected fsspec from 2026\.6 on for this cache, got .*simplecache::"):
+        read(path)
+
+
+@pytest.mark.parametrize("cache", ["simplecache", "filecache", "blockcache", "simplecache::blockcache"])
 def test_a_local_path_behind_a_cache_is_refused(cache: str, tmp_path: Path) -> None:
     """Checks of links and FIFOs would not see the local files."""
     (tmp_path / "x.jsonl").write_text('{"text": "t"}')

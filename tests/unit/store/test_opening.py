@@ -52,6 +52,13 @@ def test_an_archive_is_no_store(tmp_path: Path, chain: str, backend: Backend) ->
         open_store(url, options, backend=backend)
 
 
+@pytest.mark.parametrize("scheme", ["filecache", "blockcache", "cached"])
+def test_a_cache_is_no_store(scheme: str) -> None:
+    """An old fsspec would unpickle a file of the cache's folder."""
+    with pytest.raises(ConfigError, match="expected a folder or an object store, got a cache"):
+        open_store(f"{scheme}://x", {"target_protocol": "memory"})
+
+
 def test_a_missing_package_is_named() -> None:
     program = """
 import sys
