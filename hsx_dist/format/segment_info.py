@@ -37,6 +37,8 @@ ATTACHMENT_DTYPE = {
 ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 #: Names that readers use for a sample's fields. An attached array must not have one.
 RESERVED_NAMES = frozenset({"hidden_states", "token_ids", "layer_ids", "input_ids", "key", "meta"})
+#: Names that readers use for other fields next to a sample's points. A point of this name would replace one of them.
+_NOT_POINTS = (RESERVED_NAMES | {"loss_mask"}) - {HIDDEN_STATES}
 #: Limit of one attached array. A loss mask takes one byte per token.
 MAX_ATTACHED_BYTES = 64 << 20
 _POINT = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -261,6 +263,8 @@ def column_error(info: SegmentInfo) -> str | None:
     s = info.segment
     if not _POINT.fullmatch(s.point):
         return f"point: expected a name of at most 64 lower-case letters, digits and '_', got {head(s.point, 80)!r}"
+    if s.point in _NOT_POINTS:
+        return f"point: expected a name that no other member of a sample has, got {s.point}"
     if not 0 <= s.column < s.columns <= MAX_COLUMNS:
         return f"column: expected one from 0 of at most {MAX_COLUMNS} columns, got {s.column} of {s.columns}"
     if not 0 <= s.shard < s.shards <= s.columns:

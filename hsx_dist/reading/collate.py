@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.text import head
 
 Item = Mapping[str, Any]
 
@@ -30,7 +31,8 @@ def pad(
         The items' arrays by name, ``attention_mask`` bool ``[B, S]`` and ``lengths`` int64 ``[B]``.
 
     Raises:
-        ConfigError: items differ in their names or layers, or their rows in dtype or shape.
+        ConfigError: items differ in their names or layers, or their rows in dtype or shape. Or they have a name that
+            the batch adds.
 
     Example:
         >>> from hsx_dist.reading.collate import pad
@@ -40,7 +42,7 @@ def pad(
     """
     import torch
 
-    lengths = [len(item[ids]) for item in _same(items)]
+    lengths = [len(item[ids]) for item in _same(items, "lengths", "attention_mask")]
     size = length if length is not None else -(-max(lengths) // multiple) * multiple
     lengths = [min(n, size) for n in lengths]
     batch: dict[str, Any] = {}
@@ -75,7 +77,8 @@ def pack(items: Sequence[Item], *, ids: str = "input_ids", length: int | None = 
         - ``lengths``: int64 ``[B]``.
 
     Raises:
-        ConfigError: items differ in their names or layers, or their rows in dtype or shape.
+        ConfigError: items differ in their names or layers, or their rows in dtype or shape. Or they have a name that
+            the batch adds.
 
     Example:
         >>> from hsx_dist.reading.collate import pack
@@ -86,7 +89,7 @@ def pack(items: Sequence[Item], *, ids: str = "input_ids", length: int | None = 
     import torch
 
     lengths, left = [], length
-    for item in _same(items):
+    for item in _same(items, "lengths", "cu_seqlens", "document_ids", "position_ids"):
         n = len(item[ids]) if left is None else min(len(item[ids]), left)
         lengths.append(n)
         left = None if left is None else left - n
@@ -115,15 +118,26 @@ def pack(items: Sequence[Item], *, ids: str = "input_ids", length: int | None = 
     return batch
 
 
-def _same(items: Sequence[Item]) -> Sequence[Item]:
+def _head(value: object) -> str:
+    return head(str(value), 200)
+
+
+def _same(items: Sequence[Item], *added: str) -> Sequence[Item]:
+    """Return the items. Raises ``ConfigError`` if they differ in names, or have a name that the batch adds."""
     if not items:
         raise ConfigError("items: expected at least one item for a batch, got none")
     names = set(items[0])
     for item in items:
         if set(item) != names:
             raise ConfigError(
-                f"items: expected the same names in all, got {sorted(names)} and {sorted(item)}. Use one data set"
+                f"items: expected the same names in all, got {_head(sorted(names))} and {_head(sorted(item))}. Use one "
+                "data set"
             )
+    if taken := names & set(added):
+        raise ConfigError(
+            f"items: expected no array with the name of a batch's own member, got {', '.join(sorted(taken))}. Rename "
+            "it in the data set (rename)"
+        )
     return items
 
 
@@ -154,7 +168,7 @@ def _once_or_list(items: Sequence[Item], name: str) -> Any:
         return values
     if any(v.tolist() != values[0].tolist() for v in values):
         raise ConfigError(
-            f"layer_ids: expected the same layers in all items, got {[v.tolist() for v in values[:4]]}. Pass "
+            f"layer_ids: expected the same layers in all items, got {_head([v.tolist() for v in values[:4]])}. Pass "
             "layers=[…] to the data set"
         )
     return values[0]

@@ -71,7 +71,7 @@ class ItemSpec:
             )
         object.__setattr__(self, "rename", dict(self.rename))
         names = [name for name in self._names if name != LOSS_MASK or self.loss_mask != "off"]
-        final = [new for name in dict.fromkeys((*names, *self.rename)) if (new := self.rename.get(name, name))]
+        final = [new for name in (*names, *self._extra) if (new := self.rename.get(name, name))]
         if twice := sorted(name for name, count in Counter(final).items() if count > 1):
             raise ConfigError(
                 f"rename: expected a different name for each array, got {', '.join(twice)} for several. Rename one "
@@ -86,7 +86,7 @@ class ItemSpec:
     @property
     def _names(self) -> tuple[str, ...]:
         """Names in an item before renaming."""
-        own = ("hidden_states", "layer_ids") if self.points is None else tuple(self.points)
+        own = ("hidden_states", "layer_ids") if self.points is None else tuple(dict.fromkeys(self.points))
         return ("input_ids", LOSS_MASK, "key", *own)
 
     @property

@@ -19,7 +19,7 @@ from hsx_dist.format.container import EncodedPart, EncodedSegment, SegmentEncode
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.page import token_hash
 from hsx_dist.reading import Run, Sample
-from hsx_dist.reading.collate import pad
+from hsx_dist.reading.collate import pack, pad
 from hsx_dist.reading.column import StoredPoint
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.load import load_object
@@ -238,6 +238,44 @@ def test_a_missing_column_is_no_sample() -> None:
         assert list(run.keys()) == []
         with pytest.raises(SampleNotFound):
             run["a"]
+
+
+@pytest.mark.parametrize("name", ["key", "input_ids", "token_ids", "layer_ids", "meta", "loss_mask"])
+def test_a_point_with_the_name_of_another_member_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an item it would replace the key, the ids or the mask, or be replaced."""
+    segments = facts(point_sample("a").segments(0), 1, point=name)
+    with pytest.raises(ValueError, match=f"expected a name that no other member of a sample has, got {name}"):
+        run_of(segments)
+    monkeypatch.setattr("hsx_dist.format.container_write.column_error", lambda _: None)
+    run = run_of(segments)
+    for ask in (
+        lambda: list(HiddenStatesDataset(run, points=["q"], framework="numpy")),
+        lambda: compute_statistics(run, point=name, layers=[7]),
+    ):
+        with pytest.raises(HsxError, match=rf"expected a .*name .*, got {name}"):
+            ask()
+
+
+@pytest.mark.parametrize("name", ["key", "input_ids", "loss_mask"])
+def test_names_in_an_item_are_different(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"expected a different name for each array, got {name} for several"):
+        HiddenStatesDataset(run_of(point_sample("a").segments(0)), points=[name])
+
+
+@pytest.mark.parametrize(("collate", "name"), [(pad, "attention_mask"), (pad, "lengths"), (pack, "position_ids")])
+def test_a_batch_replaces_no_array(collate: Callable[..., Any], name: str) -> None:
+    run = run_of(point_sample("a").segments(0))
+    items = list(HiddenStatesDataset(run, points=["q"], framework="torch", rename={"q": name}))
+    with pytest.raises(ConfigError, match=f"name of a batch's own member, got {name}"):
+        collate(items)
+
+
+def test_other_layers_in_a_batch_are_shown_in_part() -> None:
+    items = [{"input_ids": torch.zeros(1), "layer_ids": torch.arange(i, i + 1000)} for i in range(2)]
+    for collate in (pad, pack):
+        with pytest.raises(ConfigError, match="expected the same layers in all items") as e:
+            collate(items)
+        assert len(str(e.value)) < 400
 
 
 def test_a_column_of_another_attempt_is_never_taken() -> None:
