@@ -41,6 +41,7 @@ from hsx_dist.format.presence import exists
 from hsx_dist.format.segment_info import MAX_HIDDEN_SIZE, MAX_LAYERS
 from hsx_dist.store import Store
 from hsx_dist.store.prefix import PrefixStore
+from hsx_dist.text import bounded
 
 __all__ = [
     "REMOVAL_ERRORS",
@@ -178,8 +179,8 @@ def open_place(root: Store) -> Place:
         return found
     if mark is not None:
         raise RunError(
-            f"no run at {root.url}: expected a run, got the tombstone of a run removed at {mark.get('at')}. "
-            "Start a run there, or check the path"
+            f"no run at {root.url}: expected a run, got the tombstone of a run removed at "
+            f"{bounded(mark.get('at'), 80)}. Start a run there, or check the path"
         )
     raise RunError(f"no run at {root.url}: expected {RUN}, got no such object. Check the path, or start the run")
 

@@ -26,6 +26,10 @@ from hsx_dist.jobs.meaning import differences
 from hsx_dist.observe.console import Console
 from hsx_dist.reading.missing import missing_parts
 from hsx_dist.store import Store
+from hsx_dist.text import bounded
+
+#: Limit of the settings that one error lists.
+_MOST_SHOWN = 20
 
 
 def open_or_start_run(config: ExtractConfig, root: Store, meaning: dict[str, Any]) -> tuple[Place, Manifest]:
@@ -62,9 +66,14 @@ def open_or_start_run(config: ExtractConfig, root: Store, meaning: dict[str, Any
         )
     differ = differences(place.info, meaning, config.meaning())
     if differ:
-        lines = "; ".join(f"{name}={has!r} (stored: {had!r})" for name, had, has in differ)
+        # Names and values of a stored object may be long, and have control characters.
+        lines = "; ".join(
+            f"{bounded(name, 200)}={bounded(repr(has), 200)} (stored: {bounded(repr(had), 200)})"
+            for name, had, has in differ[:_MOST_SHOWN]
+        )
+        more = f", and {len(differ) - _MOST_SHOWN} more" if len(differ) > _MOST_SHOWN else ""
         raise RunMismatch(
-            f"{root.url}: expected the settings of the stored run, got {lines}. Use the stored settings, choose "
+            f"{root.url}: expected the settings of the stored run, got {lines}{more}. Use the stored settings, choose "
             "another output, or remove the run (hsx rm)"
         )
     with unless_removed(place):

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from hsx_dist.errors import ConfigError, FormatError, NotFound, RunStalled
-from hsx_dist.format.json_objects import count, list_of, or_null, text
+from hsx_dist.format.json_objects import count, list_of, or_null, shown, text
 from hsx_dist.format.manifest import Manifest, Receipt, SampleRecord
 from hsx_dist.format.names import parse_receipt_name, receipt_name
 from hsx_dist.format.place import Place
@@ -347,7 +347,11 @@ class Follower:
         # A driver records its end in the heartbeat first, and then completes the run.
         ended = beat is not None and beat.get("state") != "running"
         if self._clock() - self._alive >= (min(_COMPLETING_S, self._stalled) if ended else self._stalled):
-            said = f"ended as {beat.get('state')!r}" if ended and beat else f"had no heartbeat for {self._stalled:g} s"
+            said = (
+                f"ended as {shown(beat.get('state'))}"
+                if ended and beat
+                else f"had no heartbeat for {self._stalled:g} s"
+            )
             raise RunStalled(
                 f"{self._store.url}: expected a running attempt or a complete run, got attempt {attempt}, which "
                 f"{said}. Start the extraction again: it resumes, and then its readers can resume too"

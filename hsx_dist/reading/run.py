@@ -24,6 +24,7 @@ from hsx_dist.reading.proven_parts import ProvenParts
 from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.select import Selection, select
 from hsx_dist.store import Store, open_store
+from hsx_dist.text import head
 
 log = get_logger(__name__)
 
@@ -231,7 +232,9 @@ class Run:
             return self.layer_ids
         found = self.at(0).points if len(self) else {}
         if point not in found:
-            raise ConfigError(f"{self.url}: expected a point among {list(found)}, got {point!r}. Name one of them")
+            raise ConfigError(
+                f"{self.url}: expected a point among {head(str(list(found)), 1000)}, got {point!r}. Name one of them"
+            )
         return found[point].layers
 
     def keys(self) -> list[str]:

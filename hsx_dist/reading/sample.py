@@ -365,8 +365,8 @@ class Sample:
         if found is None:
             stored = ", ".join(self._by_point())
             raise ConfigError(
-                f"sample {head(self.key, 80)!a}: expected one of the points {stored}, got {name!r}. Request one "
-                "of these"
+                f"sample {head(self.key, 80)!a}: expected one of the points {head(stored, 1000)}, got {name!r}. "
+                "Request one of these"
             )
         return found
 
@@ -412,8 +412,8 @@ def attached_of(sample: Sample, names: Sequence[str]) -> dict[str, np.ndarray[An
     for name in names:
         if name not in stored:
             raise ConfigError(
-                f"{sample.uri}: expected an attached array {name!r} of {sample.key!r}, got only {sorted(stored)}. "
-                "Correct rename"
+                f"{sample.uri}: expected an attached array {name!r} of {sample.key!r}, got only "
+                f"{head(str(sorted(stored)), 1000)}. Correct rename"
             )
     return part.attached(slot, names) if names else {}
 

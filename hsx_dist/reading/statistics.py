@@ -34,6 +34,7 @@ from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.run import Run
 from hsx_dist.store import Store
+from hsx_dist.text import printable
 
 log = get_logger(__name__)
 
@@ -358,8 +359,8 @@ def _read(store: Store, name: str, run_id: str | None = None) -> LayerStatistics
     told = body.get("point", point), body.get("layer")
     if told != (point, int(layer)):
         raise FormatError(
-            f"{where}: expected statistics of {point} at layer {int(layer)}, got those of {told[0][:64]} at layer "
-            f"{told[1]}. Run `hsx stats` again"
+            f"{where}: expected statistics of {point} at layer {int(layer)}, got those of {printable(told[0], 64)} at "
+            f"layer {told[1]}. Run `hsx stats` again"
         )
     return _parse(body, point, where)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hsx_dist.errors import FormatError, RunError
+from hsx_dist.format.json_objects import dump_json
 from hsx_dist.format.place import RUN, Place, bury, close_place, find_place, leftovers, open_place, start_run
 from hsx_dist.format.runs import take_attempt
 from hsx_dist.store import ObjectInfo, Store
@@ -72,6 +73,15 @@ def test_a_description_that_cannot_be_read(root: LocalStore, body: bytes) -> Non
     root.put(RUN, [body])
     with pytest.raises(FormatError, match=r"run\.json"):
         find_place(root)
+
+
+@pytest.mark.parametrize("at", ["\x1b]0;x\x07\n" + "x" * 3_000_000, {"a": "b" * 3_000_000}, [[]] * 100_000, None])
+def test_a_tombstones_text_is_shown_in_part(root: LocalStore, at: object) -> None:
+    root.put(RUN, [dump_json({"format": "hsx-run/2", "removed": {"at": at, "id": "x", "version": 2}})])
+    with pytest.raises(RunError, match="the tombstone of a run removed at") as e:
+        open_place(root)
+    assert len(str(e.value)) < 400
+    assert str(e.value).isprintable()
 
 
 def test_after_a_removal_the_next_run_has_a_new_name_and_folder(root: LocalStore) -> None:

@@ -42,6 +42,17 @@ def test_another_meaning_is_refused_and_every_field_that_differs_is_named(tmp_pa
     assert "template" not in str(e.value)
 
 
+def test_stored_settings_are_shown_in_part(tmp_path):
+    """They are of a stored object: its texts may be long, and have control characters."""
+    many = {f"\x1b{n}" + "x" * 1000: "y\n" * 1000 for n in range(100)}
+    meaning = {"model": "m" * 100_000, "layers": [1], "revision": None, **many}
+    start_run(LocalStore(tmp_path), {"meaning": meaning, "settings": {}, "created": ""})
+    with pytest.raises(RunMismatch, match=r"and \d+ more\. Use the stored settings") as e:
+        opened(tmp_path)
+    assert len(str(e.value)) < 15_000
+    assert str(e.value).isprintable()
+
+
 def test_no_run_starts_while_the_mount_of_the_output_is_gone(tmp_path):
     mount = tmp_path / "mount"
     opened(mount / "run")

@@ -158,6 +158,14 @@ def test_a_run_without_a_live_attempt_raises_run_stalled() -> None:
     now[0] += 31
     with pytest.raises(RunStalled, match="SIGTERM"):
         next(source)
+    beat(store, writer.attempt, 100, "x" * 100_000)
+    source = follower()
+    assert next(source) is not None
+    assert next(source) is None
+    now[0] += 31
+    with pytest.raises(RunStalled, match="ended as 'xxx") as e:
+        next(source)
+    assert len(str(e.value)) < 400
 
 
 def test_a_follower_resumes_after_the_samples_that_are_done() -> None:

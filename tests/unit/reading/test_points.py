@@ -278,6 +278,24 @@ def test_other_layers_in_a_batch_are_shown_in_part() -> None:
         assert len(str(e.value)) < 400
 
 
+def test_a_list_of_stored_names_is_shown_in_part() -> None:
+    made = point_sample("a")
+    columns = [(made.columns[1][0], {"point": f"p{'x' * 60}{i}", "column": i}) for i in range(100)]
+    many = run_of(replace(made, columns=tuple(columns)).segments(0))
+    attached = {f"a{'x' * 60}{i}": np.zeros(1, np.int64) for i in range(100)}
+    store = MemoryStore()
+    write_v1_run(store, {"meaning": {}, "settings": {}})
+    RunWriter(store, attached=attached).put([whole(random_sample("a", 3))])
+    for ask in (
+        lambda: many.layers_of("q"),
+        lambda: many["a"].load(points=["q"]),
+        lambda: list(HiddenStatesDataset(Run(store), rename={"label": "label"}, framework="numpy")),
+    ):
+        with pytest.raises(ConfigError) as e:
+            ask()
+        assert len(str(e.value)) < 1500
+
+
 def test_a_column_of_another_attempt_is_never_taken() -> None:
     one, other = point_sample("a"), point_sample("a", seed=5)
     other = replace(other, token_ids=one.token_ids, columns=tuple(

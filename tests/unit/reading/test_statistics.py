@@ -219,6 +219,7 @@ def test_rm_lists_the_statistics_of_a_version_1_run_without_a_description(tmp_pa
         ({"mean_norm": 3.5}, "expected crc32c"),
         ({"layer": 15, "crc32c": None}, "expected statistics of hidden_states at layer 2, got .* layer 15"),
         ({"point": "q", "crc32c": None}, "at layer 2, got those of q"),
+        ({"point": "\n" * 1000, "crc32c": None}, r"got those of (\\n){31}… at layer"),
         ({"max_norm": -1.0, "crc32c": None}, "no negative variance or norm"),
         ({"hidden_size": 0, "mean": "", "variance": "", "absmax": "", "crc32c": None}, "arrays of one length"),
     ],
