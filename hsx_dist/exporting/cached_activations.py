@@ -48,20 +48,20 @@ class SaeLensExporter(Exporter):
         self.per_file = options.samples_per_file
         self._context = options.context
         self._width = run.at(0).points[self._point].width
+        if run.index.tokens.max() < self._context:
+            raise ConfigError(
+                f"context: expected samples of {self._context} tokens, got shorter ones. Set a smaller context "
+                "(--context)"
+            )
 
     def file(self, first: int) -> str:
         return f"data-{first // self.per_file:05d}.arrow"
 
     def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
-        from datasets import Array2D, Features, Sequence, Value
         from datasets.arrow_writer import ArrowWriter
 
-        shape = (self._context, self._width)
-        features = Features(
-            {self._hook: Array2D(shape, "float32"), "token_ids": Sequence(Value("int32"), length=self._context)}
-        )
         rows = max(1, min(_ROWS_PER_BATCH, groups.GROUP_BYTES // (4 * self._context * self._width)))
-        with ArrowWriter(path=str(path), features=features, writer_batch_size=rows) as writer:
+        with ArrowWriter(path=str(path), features=self._features(), writer_batch_size=rows) as writer:
             for item in items:
                 states = item[self._point][:, 0].flatten(1).float().numpy()
                 ids = item["input_ids"].numpy().astype(np.int32)
@@ -71,17 +71,18 @@ class SaeLensExporter(Exporter):
             writer.finalize()
 
     def finish(self, run: Run, new: Path) -> None:
-        from datasets import Dataset
-
         names = (self.file(first) for first in range(0, len(run), self.per_file))
-        files = [new.parent / name for name in names if (new.parent / name).exists()]
-        parts = [Dataset.from_file(str(file)) for file in files]
-        if not any(len(part) for part in parts):
-            raise ConfigError(
-                f"context: expected samples of {self._context} tokens, got shorter ones. Set a smaller context "
-                "(--context)"
-            )
-        write_folder(new, [file.name for file in files], parts[0].features, run.id, None)
+        # The files are not opened: they may be of others, and Arrow gives their bytes to registered extension types.
+        files = [name for name in names if (new.parent / name).exists()]
+        write_folder(new, files, self._features(), run.id, None)
+
+    def _features(self) -> Any:
+        from datasets import Array2D, Features, Sequence, Value
+
+        shape = (self._context, self._width)
+        return Features(
+            {self._hook: Array2D(shape, "float32"), "token_ids": Sequence(Value("int32"), length=self._context)}
+        )
 
     def statement(self) -> dict[str, Any]:
         (layer,) = self.layers

@@ -32,6 +32,8 @@ USED_BY = {
     "open_stream": {"inputs/arrow_files.py"},
     "ParquetFile": {"inputs/arrow_files.py"},
     "open_file": {"inputs/arrow_files.py"},
+    # A tokenizer's JSON. Dataset.from_file of Hugging Face decodes an Arrow schema too.
+    "from_file": {"jobs/decode.py"},
     # The conformance suites pickle their own codecs and errors. The reader's processes run this package alone.
     "pickle": {"testing/codec_suite.py", "testing/store_suite.py", "inputs/reader.py", "inputs/reader_child.py"},
     # Pickles settings to check that Ray can, and loads nothing.

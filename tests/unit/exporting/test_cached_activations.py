@@ -79,6 +79,7 @@ def test_a_layer_is_exported_from_the_streams_points(layer: int, hook: str, run:
         ({"aux_layers": (4,), "hook": "blocks.3.hook_mlp_out"}, "expected a hook or a layer, got both"),
         ({"hook": "blocks.2.hook_mlp_out"}, r"expected layer 2 of mlp_out .*, got \[1, 3\]"),
         ({"hook": "blocks.2.attn.hook_z"}, "expected layer 2 of z .*, got none of this point; the run has resid_pre"),
+        ({"hook": "blocks.1.hook_mlp_out", "context": 1000}, "expected samples of 1000 tokens, got shorter ones"),
         ({"hook": "blocks.2.hook_mlp_in"}, "hook_name: expected blocks.K. and one of"),
     ],
 )
