@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import re
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import aiohttp
 from yarl import URL
 
 from hsx_dist.config.urls import public_url
+from hsx_dist.errors import StoreError
 from hsx_dist.store.base import require_at_most
 from hsx_dist.store.partial_answers import PAGES, part_of, require_part
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 
+#: Limit in bytes of an answer to a request without a range. fsspec's thread runs a request in the caller's context.
+WITHOUT_RANGE: ContextVar[int | None] = ContextVar("WITHOUT_RANGE", default=None)
+
 
 class BoundedResponse(aiohttp.ClientResponse):
-    """An answer whose body has at most the bytes that its request's ``Range`` names.
+    """An answer whose body has at most the bytes that its request's ``Range`` names, or ``WITHOUT_RANGE`` of them.
 
     A server without ranges sends the whole object with the status 200. If it is no larger than a range from the
     object's beginning, it is the asked bytes, unless it is a page.
@@ -29,12 +34,12 @@ class BoundedResponse(aiohttp.ClientResponse):
         """Return the body.
 
         Raises:
-            StoreError: it is larger than the range.
+            StoreError: it is larger than the range, or than ``WITHOUT_RANGE``.
             Unavailable: the answer has other bytes than the asked ones.
         """
         asked = _RANGE.fullmatch(self.request_info.headers.get("Range", ""))
         if asked is None or not self.ok:
-            return await super().read()
+            return await self._read_without_range(WITHOUT_RANGE.get())
         where, start, stop = public_url(str(self.url)), int(asked[1]), int(asked[2]) + 1
         part = part_of(self.status, self.headers.get("Content-Range"), start, stop)
         whole = self._whole_suffices and self.status == 200 and self.content_type not in PAGES
@@ -50,6 +55,20 @@ class BoundedResponse(aiohttp.ClientResponse):
         except BaseException:
             self.close()  # without the rest of the body
             raise
+        return bytes(found)
+
+    async def _read_without_range(self, most: int | None) -> bytes:
+        if most is None:
+            return await super().read()
+        found = bytearray()
+        async for piece in self.content.iter_any():
+            found += piece
+            if len(found) > most:
+                self.close()
+                raise StoreError(
+                    f"{public_url(str(self.url))}: expected a page of at most {most} bytes, got more. Copy the run to "
+                    "a folder"
+                )
         return bytes(found)
 
 

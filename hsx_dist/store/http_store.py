@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 #: A folder with links to itself has folders without end. A run has five levels, and a server's paths at most nine.
 _DEEPEST = 12
+#: Limit in bytes of a folder's page. The page of 100,000 objects has about 20 MiB.
+_LARGEST_PAGE = 64 << 20
 #: Servers write a folder's path at the end of its page's title.
 _TITLE = re.compile(r"<title>([^<]{0,10000})", re.IGNORECASE)
 _LINK = re.compile(r"<(a|link)\s([^<>]*)", re.IGNORECASE)
@@ -91,7 +93,7 @@ class HttpStore(FsspecStore):
             )
         url = f"{self._root}{quote(below)}" if below != folder else folder
         longest = self._limit(patience=10 * self._patience)
-        page: bytes = self._call("list", prefix, lambda: self._fs.cat_file(url, **longest))
+        page: bytes = self._call("list", prefix, lambda: self._page(url, longest))
         try:
             names = dict.fromkeys(_names_in(page, url))
             further = _further_page(page, url)
@@ -114,6 +116,15 @@ class HttpStore(FsspecStore):
             {"name": f"{folder}/{name}", "size": None, "type": "directory" if name.endswith("/") else "file"}
             for name in names
         ]
+
+    def _page(self, url: str, limit: Mapping[str, float]) -> bytes:
+        from hsx_dist.store.bounded_response import WITHOUT_RANGE  # needs a package of an extra
+
+        before = WITHOUT_RANGE.set(_LARGEST_PAGE)
+        try:
+            return bytes(self._fs.cat_file(url, **limit))
+        finally:
+            WITHOUT_RANGE.reset(before)
 
 
 def _links(page: bytes) -> Iterator[tuple[str, str, str]]:

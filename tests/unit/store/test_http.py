@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -69,6 +69,19 @@ class Welcome(Whole):
         return BytesIO(self.page)
 
 
+class Endless(Welcome):
+    """A server whose page of a folder never ends. It says nothing of a length, and not that it is a page."""
+
+    def list_directory(self, path: str | PathLike[str]) -> None:  # noqa: ARG002
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain")
+        self.end_headers()
+        with suppress(OSError):
+            for _ in range(1000):
+                self.wfile.write(bytes(1 << 20))
+            pytest.fail("a reader took a GiB")
+
+
 class Blank(Welcome):
     """A server whose page of a folder has no links."""
 
@@ -130,6 +143,12 @@ def served(folder: Path, handler: type[Whole]) -> Iterator[Store]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_a_page_without_end_is_not_read_into_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hsx_dist.store.http_store._LARGEST_PAGE", 1 << 20)
+    with served(folder, Endless) as store, pytest.raises(StoreError, match="expected a page of at most 1048576 bytes"):
+        list(store.list())
 
 
 @pytest.fixture
