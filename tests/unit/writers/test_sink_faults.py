@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import queue
 import threading
+import time
 import tracemalloc
 import weakref
 from contextlib import suppress
@@ -237,7 +238,7 @@ def test_a_second_long_sample_waits_while_the_last_page_of_the_first_is_encoded(
 
 
 def test_pages_wait_in_line_for_room(store):
-    """A small page waits behind a large page, so that the later sample under a path is stored last."""
+    """A small page waits behind a large page that waits, so that the later sample under a path is stored last."""
     (fills,), (large,), (small,) = pages("x", 16), named("a", 16, seed=1), named("b", 1, seed=2)
     data = small.data[:, :1].copy()
     small = replace(small, data=data, shape=data.shape)
@@ -248,7 +249,10 @@ def test_pages_wait_in_line_for_room(store):
     sender = ThreadSender(sink, 2)
     sender.send([fills], lambda _: None)
     assert hanging.hanging.wait(30)
-    sender.send([large, small], lambda _: None)
+    sender.send([large], lambda _: None)
+    while not sink._line:  # its thread may be late, and then nothing waits
+        time.sleep(0.001)
+    sender.send([small], lambda _: None)
     with pytest.raises(queue.Empty):
         told.get(timeout=0.2)  # enough time to pass
     hanging.release()
