@@ -80,15 +80,26 @@ async def _at_most(answer: Any, size: int) -> bytes:
 
 
 def check_stream(file: Any, shown: str, size: int | None) -> None:
-    """Raise ``Unavailable`` unless the answer that fsspec's ``file`` of a web server reads is the file."""
+    """Check the answer that fsspec's ``file`` of a web server reads.
+
+    Raises:
+        Unavailable: it is not the file.
+        ConfigError: nothing states where it ends, so a lost connection looks like the file's end. A compressed file
+            does not state it either: it may have several members or frames.
+    """
     answer = file.r
     right_size = size is None or answer.content_length in (None, size)
-    if answer.status == 200 and answer.content_type not in PAGES and right_size:
-        return
-    raise Unavailable(
-        f"expected {shown}, got another answer of its server (status {answer.status}, type "
-        f"{head(str(answer.content_type), 50)}). Try again: stored rows are skipped"
-    )
+    if answer.status != 200 or answer.content_type in PAGES or not right_size:
+        raise Unavailable(
+            f"expected {shown}, got another answer of its server (status {answer.status}, type "
+            f"{head(str(answer.content_type), 50)}). Try again: stored rows are skipped"
+        )
+    is_chunked = answer.headers.get("Transfer-Encoding", "").lower().endswith("chunked")
+    if size is None and answer.content_length is None and not is_chunked:
+        raise ConfigError(
+            f"input.path: expected an answer with Content-Length or in chunks, got one whose end is not stated at "
+            f"{shown}: rows may be missing. Use a server that sends Content-Length, or copy the file to a folder"
+        )
 
 
 def no_ranges(shown: str) -> ConfigError:

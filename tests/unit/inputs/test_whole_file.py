@@ -189,13 +189,8 @@ def test_another_answer_of_a_server_without_ranges_is_refused(in_process: None, 
 
 def test_a_stream_of_unknown_size_is_read_in_any_time(monkeypatch: pytest.MonkeyPatch, in_process: None) -> None:
     class Handler(Answers):
-        protocol_version = "HTTP/1.0"  # the end of the connection ends the body
-
         def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain")
-            self.end_headers()
-            self.wfile.write(b"a\nb\n" if self.command == "GET" else b"")
+            self.answer(200, b"a\nb\n", Content_Type="text/plain", Transfer_Encoding="chunked")
 
         do_HEAD = do_GET
 
@@ -204,6 +199,47 @@ def test_a_stream_of_unknown_size_is_read_in_any_time(monkeypatch: pytest.Monkey
     HTTPFileSystem.clear_instance_cache()  # its session has the limit of its first use
     with served(Handler) as url:
         assert len(list(read_rows(InputConfig(path=f"{url}/a.txt")))) == 2
+
+
+@pytest.mark.parametrize("protocol", ["HTTP/1.0", "HTTP/1.1"])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_stream_without_a_stated_end_is_refused(in_process: None, protocol: str, name: str) -> None:
+    """The end of the connection ends the body, also if the server dies after one of two rows."""
+
+    class Handler(Answers):
+        protocol_version = protocol
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(gzip.compress(b"a\n") if name.endswith(".gz") else b"a\n")
+
+        do_HEAD = do_GET
+
+    with (
+        served(Handler) as url,
+        pytest.raises(ConfigError, match="got one whose end is not stated"),
+    ):
+        list(read_rows(InputConfig(path=f"{url}/{name}")))
+
+
+def test_a_chunked_stream_that_breaks_off_is_refused(in_process: None) -> None:
+    class Handler(Answers):
+        def do_HEAD(self) -> None:
+            self.answer(200, Content_Type="text/plain", Transfer_Encoding="chunked")
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"2\r\na\n\r\n")
+            self.close_connection = True
+
+    with served(Handler) as url, pytest.raises(Unavailable, match="got ClientPayloadError"):
+        list(read_rows(InputConfig(path=f"{url}/a.txt")))
 
 
 @pytest.mark.parametrize(
