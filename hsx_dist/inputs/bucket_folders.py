@@ -37,6 +37,44 @@ class BucketFolders:
         """Return the path of an object. With a version it begins with ``s3://``: elsewhere a name may end like one."""
         return f"s3://{path}" if self._is_s3 and VERSION in path else path
 
+    def named(self, path: str, *, as_folder: bool) -> Any:
+        """Return what fsspec says about the input's path. ``as_folder``: a slash ends it, so an object is not meant.
+
+        fsspec returns an object also if a folder has the same name. The folder's rows would be missing.
+
+        Raises:
+            ConfigError: an object and a folder have the name.
+            FileNotFoundError: neither has it.
+        """
+        key = self._bucket.split_path(path)[1]
+        if as_folder and key:
+            if not self._has_folder(path):
+                raise FileNotFoundError(path)
+            return {"name": path, "size": 0, "type": "directory"}
+        info = self._fs.info(path)
+        if key and info["type"] == "file" and self._may_have_folder(path):
+            raise ConfigError(
+                f"input.path: expected a file or a folder, got an object and a folder at {public_url(path)}. Put a "
+                "slash at the end of the path to read the folder, or rename one"
+            )
+        return info
+
+    def _may_have_folder(self, path: str) -> bool:
+        """Return whether a folder exists. Credentials that may not list, only read, show none: False."""
+        try:
+            return self._has_folder(path)
+        except OSError as e:
+            if isinstance(e, PermissionError) or str(e).startswith("Forbidden"):  # of gcsfs
+                return False
+            raise
+
+    def _has_folder(self, path: str) -> bool:
+        bucket, key, *_ = self._bucket.split_path(path.rstrip("/"))
+        try:
+            return any(self._entries(bucket, f"{key}/", f"input.path: listing of {public_url(f'{bucket}/{key}/')}"))
+        except StoreError as e:
+            raise ConfigError(str(e)) from None
+
     def ls(self, folder: str, **_: Any) -> list[dict[str, Any]]:
         """Return the objects and folders in a folder, as fsspec describes them.
 

@@ -83,7 +83,10 @@ def _find(config: InputConfig, shown: str) -> Input:
     fs.invalidate_cache()  # files may have grown or been added since an earlier call in this process
     try:
         # First without globbing: * and [ may be letters of a name, and ? begins the query of an http URL.
-        info = file_info(fs, path)
+        if isinstance(fs, BucketFolders):
+            info = fs.named(path, as_folder=config.path.endswith("/"))
+        else:
+            info = file_info(fs, path)
     except FileNotFoundError:
         if is_web(fs):
             # In an IPv6 address and a query, other characters of globs are usual.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
@@ -27,13 +27,25 @@ class Bucket(Answers):
     odd, odd_pages = "none", dict[str, bytes]()
     requests: list[str] = []  # noqa: RUF012
 
+    #: Names that also exist without a listing. Whether listings are forbidden.
+    objects: tuple[str, ...] = ()
+    forbids = False
+
     def do_HEAD(self) -> None:
         self.requests.append(self.path)
-        self.answer(404)
+        if urlsplit(self.path).path.removeprefix("/b/") in self.objects:
+            return self.answer_object(200, b"abc")
+        return self.answer(404)
 
     def do_GET(self) -> None:
         self.requests.append(self.path)
         asked = {name: value[0] for name, value in parse_qs(urlsplit(self.path).query).items()}
+        name = unquote(urlsplit(self.path).path.partition("/o/")[2])
+        if name in self.objects:
+            said = {"kind": "storage#object", "name": name, "size": "3", "bucket": "b", "generation": "1"}
+            return self.answer(200, json.dumps(said).encode(), Content_Type="application/json")
+        if self.forbids and {"list-type", "prefix"} & set(asked):
+            return self.answer(403)
         if "/o/" in urlsplit(self.path).path or not {"list-type", "delimiter"} & set(asked):
             return self.answer(404)
         prefix, token = asked.get("prefix", ""), asked.get("continuation-token", asked.get("pageToken", "0"))
@@ -125,6 +137,27 @@ def test_names_that_a_path_does_not_distinguish_are_refused(
         monkeypatch.setattr(Bucket, "names", tuple(names))
         with pytest.raises(ConfigError, match="with and without a slash at the end"):
             found(url, f"{scheme}://b/{path}/*" if path else f"{scheme}://b/*.jsonl")
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "simplecache::s3"])
+def test_an_object_does_not_hide_the_folder_of_its_name(url: str, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    """The rows of the folder would be missing. A console's marker is an empty object ``in/`` in the folder."""
+    monkeypatch.setattr(Bucket, "objects", ("in", "in/0.jsonl"))
+    with pytest.raises(ConfigError, match=r"got an object and a folder at .*b/in\. Put a slash"):
+        found(url, f"{scheme}://b/in")
+    assert len(found(url, f"{scheme}://b/in/").sources) == 7
+    assert [source.label for source in found(url, f"{scheme}://b/in/0.jsonl").sources] == ["0"]
+    with pytest.raises(ConfigError, match="got no such file"):
+        found(url, f"{scheme}://b/in/0.jsonl/")
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_an_object_is_read_with_credentials_that_may_not_list(
+    url: str, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.setattr(Bucket, "objects", ("in/0.jsonl",))
+    monkeypatch.setattr(Bucket, "forbids", True)
+    assert [source.label for source in found(url, f"{scheme}://b/in/0.jsonl").sources] == ["0"]
 
 
 def test_each_folder_is_listed_once_and_the_service_is_checked_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
