@@ -11,7 +11,7 @@ from typing import Any
 
 from hsx_dist.config import public_url
 from hsx_dist.errors import ConfigError, StoreError
-from hsx_dist.inputs.file_systems import VERSION, innermost, schemes_of
+from hsx_dist.inputs.file_systems import VERSION, file_info, innermost, schemes_of
 from hsx_dist.store.base import ObjectInfo, stated_size
 from hsx_dist.store.pages import Pages, listed, name_below, pages_of_gcs, put_in_order
 from hsx_dist.text import head
@@ -51,7 +51,7 @@ class BucketFolders:
             if not self._has_folder(path):
                 raise FileNotFoundError(path)
             return {"name": path, "size": 0, "type": "directory"}
-        info = self._fs.info(path)
+        info = file_info(self._fs, path)
         if key and info["type"] == "file" and self._may_have_folder(path):
             raise ConfigError(
                 f"input.path: expected a file or a folder, got an object and a folder at {public_url(path)}. Put a "
@@ -70,8 +70,9 @@ class BucketFolders:
 
     def _has_folder(self, path: str) -> bool:
         bucket, key, *_ = self._bucket.split_path(path.rstrip("/"))
+        prefix, where = f"{key}/", f"input.path: listing of {public_url(f'{bucket}/{key}/')}"
         try:
-            return any(self._entries(bucket, f"{key}/", f"input.path: listing of {public_url(f'{bucket}/{key}/')}"))
+            return any(info.name.startswith(prefix) for info, _ in self._entries(bucket, prefix, where))
         except StoreError as e:
             raise ConfigError(str(e)) from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hsx_dist.config.urls import web_path
+from hsx_dist.errors import Unavailable
 
 #: Separates the name of an object of S3 from its version.
 VERSION = "?versionId="
@@ -49,6 +50,33 @@ def name_of(fs: Any, path: str) -> str:
     return path.partition(VERSION)[0] if path.startswith("s3://") and in_bucket(fs) else path
 
 
+def with_store_checks(found: Any) -> Any:
+    """Return a file system or an open file with ``CheckedS3`` in place of s3fs's file system, which it may wrap.
+
+    s3fs takes a gateway's page for an object: its length for the object's size, and its bytes for any range.
+    """
+    if type(found).__name__ == "S3FileSystem" and "s3" in schemes_of(found):
+        from hsx_dist.store.s3_answers import CheckedS3  # part of an extra
+
+        checked = CheckedS3(*found.storage_args, **found.storage_options)
+        checked.requires_objects = True
+        return checked
+    for name in ("fs", "fo"):  # of caches and files, of zip files
+        if (inner := getattr(found, name, None)) is not None:
+            setattr(found, name, with_store_checks(inner))
+    return found
+
+
 def file_info(fs: Any, path: str) -> Any:
-    """Return what fsspec says about a file or folder. A cache lists the folder, which a web server may not do."""
-    return (innermost(fs) if is_web(fs) else fs).info(path)
+    """Return what fsspec says about a file or folder. A cache lists the folder, which a web server may not do.
+
+    Raises:
+        Unavailable: the answer for an object of GCS is another service's. gcsfs takes it for an object of 0 bytes.
+    """
+    info = (innermost(fs) if is_web(fs) else fs).info(path)
+    if info["type"] == "file" and "gs" in schemes_of(fs) and not info.get("generation"):
+        raise Unavailable(
+            f"head {public_url(path)}: expected an answer with an object's generation, got another. Check that the "
+            "endpoint is the store, and no proxy"
+        )
+    return info

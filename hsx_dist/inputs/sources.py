@@ -22,7 +22,7 @@ from hsx_dist.config import InputConfig, is_local, public_url
 from hsx_dist.errors import ConfigError, FormatError, Unavailable
 from hsx_dist.home import with_home
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
-from hsx_dist.inputs.file_systems import file_info, innermost, is_web, name_of
+from hsx_dist.inputs.file_systems import file_info, innermost, is_web, name_of, with_store_checks
 from hsx_dist.inputs.joined import refuse_joined_zip
 from hsx_dist.inputs.read_ahead import check_fetched
 from hsx_dist.inputs.web import MOST_WHOLE, check_stream
@@ -189,6 +189,7 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     if isinstance(fs, CachingFileSystem) and "gs" in inner.protocol:
         # Given headers, gcsfs copies a file in one request. Its copy in parts never ends if one of them is short.
         inner.get_file = partial(inner.get_file, headers={})
+    fs = with_store_checks(fs)
     if (members := _zip_file(fs)) is not None:
         check_fetched(innermost(fs).fo, shown, in_order=False)
         refuse_joined_zip(members)

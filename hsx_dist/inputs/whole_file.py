@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from hsx_dist.errors import Unavailable
-from hsx_dist.inputs.file_systems import is_web
+from hsx_dist.inputs.file_systems import is_web, schemes_of
 from hsx_dist.inputs.web import WebRanges
 
 
@@ -49,6 +49,11 @@ def whole_ranges(file: Any, shown: str) -> Callable[[int, int], bytes]:
     The function raises ``Unavailable`` for another answer.
     """
     fetch = WebRanges(file, shown) if is_web(file.fs) else file._fetch_range
+    if "s3" in schemes_of(file.fs):
+        from hsx_dist.store.s3_answers import STATED_SIZE, require_object  # part of an extra
+
+        require_object(file.details, shown)  # a zip file was opened before ``with_store_checks``
+        file.read_kw = {**file.read_kw, STATED_SIZE: file.size}
 
     def fetched(start: int, end: int) -> bytes:
         end = min(end, file.size)

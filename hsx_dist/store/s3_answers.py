@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -12,14 +13,21 @@ from fsspec.asyn import sync_wrapper
 from s3fs import S3FileSystem  # part of an extra
 
 from hsx_dist.errors import Unavailable
-from hsx_dist.store.partial_answers import part_of, require_part
+from hsx_dist.store.partial_answers import AnsweredPart, part_of, require_part
 
 #: What stores an object or a piece of one. The answer states an ETag.
 _UPLOADS = frozenset({"complete_multipart_upload", "put_object", "upload_part"})
+#: An argument of ``get_object`` for ``CheckedS3``: the size of the object of which a part is asked for.
+STATED_SIZE = "StatedSize"
 
 
 class CheckedS3(S3FileSystem):  # type: ignore[misc]
-    """s3fs's file system. Reads and uploads raise ``Unavailable`` for an answer that is none of the store's."""
+    """s3fs's file system. Reads and uploads raise ``Unavailable`` for an answer that is none of the store's.
+
+    ``requires_objects``: the same for the size of an object. A store of runs itself says what an ETag is needed for.
+    """
+
+    requires_objects = False
 
     async def set_session(self, *args: Any, **kwargs: Any) -> Any:
         client = await super().set_session(*args, **kwargs)
@@ -28,12 +36,22 @@ class CheckedS3(S3FileSystem):  # type: ignore[misc]
         return client
 
     async def _call_s3(self, method: str, *more: Any, **kwargs: Any) -> Any:
+        size = kwargs.pop(STATED_SIZE, None)
         answer = await super()._call_s3(method, *more, **kwargs)
+        where = f"s3://{kwargs.get('Bucket')}/{kwargs.get('Key')}"
         if method in _UPLOADS and (not answer.get("ETag") or _of_a_file(answer)):
             raise Unavailable(
-                f"put s3://{kwargs['Bucket']}/{kwargs['Key']}: expected an answer with the stored object's ETag, got "
-                "another answer: the object may not be stored. Check that the endpoint is the store, and no proxy"
+                f"put {where}: expected an answer with the stored object's ETag, got another answer: the object may "
+                "not be stored. Check that the endpoint is the store, and no proxy"
             )
+        if method == "head_object" and self.requires_objects:
+            require_object(answer, where)
+        if method == "get_object":
+            try:
+                _require_asked(answer, where, kwargs.get("Range"), size)
+            except BaseException:
+                answer["Body"].close()
+                raise
         return answer
 
     call_s3 = sync_wrapper(_call_s3)
@@ -48,19 +66,20 @@ class CheckedS3(S3FileSystem):  # type: ignore[misc]
             how["Range"] = f"bytes={start}-{end - 1}"
         answer = await self._call_s3("get_object", Bucket=bucket, Key=key, **how)
         try:
-            if start is not None and end is not None:
-                part = part_of(answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentRange"), start, end)
-                body: bytes = b"" if part is None else await answer["Body"].read()
-                require_part(f"s3://{path}", part, start, end, len(body))
-                return body
-            if answer.get("ETag"):
-                whole: bytes = await answer["Body"].read()
-                return whole
+            body: bytes = await answer["Body"].read()
         finally:
             answer["Body"].close()
+        if start is not None and end is not None:
+            require_part(f"s3://{path}", _part(answer, start, end), start, end, len(body))
+        return body
+
+
+def require_object(said: Mapping[str, Any], where: str) -> None:
+    """Raise ``Unavailable`` unless the answer to a question about an object has what every store states of one."""
+    if not said.get("ETag") or not said.get("LastModified"):
         raise Unavailable(
-            f"get s3://{path}: expected an answer with an ETag, got another. Check that the endpoint is the store, and "
-            "no proxy"
+            f"head {where}: expected an answer with an object's ETag and Last-Modified, got another. Check that the "
+            "endpoint is the store, and no proxy"
         )
 
 
@@ -71,6 +90,34 @@ def _time(value: Any) -> datetime:
             return datetime.fromisoformat(value)
     found: datetime = parse_timestamp(value)
     return found
+
+
+def _require_asked(answer: Mapping[str, Any], where: str, asked: str | None, size: int | None) -> None:
+    """Raise ``Unavailable`` unless an answer has the bytes of the ``asked`` range, or the object.
+
+    ``size``: the object's size, if the caller knows it.
+    """
+    if asked is None:
+        if not answer.get("ETag"):
+            raise Unavailable(
+                f"get {where}: expected an answer with an ETag, got another. Check that the endpoint is the store, and "
+                "no proxy"
+            )
+        return
+    start, _, last = asked.removeprefix("bytes=").partition("-")
+    first, stop = int(start), int(last) + 1 if last else sys.maxsize  # s3fs continues a copy with "bytes=N-"
+    part = _part(answer, first, stop)
+    if part is None:
+        require_part(where, None, first, stop, 0)
+    elif size is not None and part.size not in (None, size):
+        raise Unavailable(
+            f"get {where}: expected a part of an object of {size} bytes, got a part of {part.size}. Try again: the "
+            "object may have been replaced"
+        )
+
+
+def _part(answer: Mapping[str, Any], start: int, stop: int) -> AnsweredPart | None:
+    return part_of(answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentRange"), start, stop)
 
 
 def _of_a_file(answer: Mapping[str, Any]) -> bool:

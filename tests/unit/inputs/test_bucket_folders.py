@@ -79,7 +79,7 @@ class Bucket(Answers):
     def gcs(page: list[str], token: int | None, prefix: str) -> bytes:
         more = {} if token is None else {"nextPageToken": str(token)}
         items = [
-            {"name": n, "size": "0" if n[-1] == "/" else "3", "bucket": "b"}
+            {"name": n, "size": "0" if n[-1] == "/" else "3", "bucket": "b", "generation": "1"}
             for n in page
             if not n.endswith("/") or n == prefix
         ]

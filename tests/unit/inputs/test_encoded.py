@@ -22,7 +22,7 @@ from fsspec.asyn import sync
 from fsspec.exceptions import FSTimeoutError
 
 from hsx_dist.config import InputConfig
-from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.errors import ConfigError, FormatError, Unavailable
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs import allowance
 from hsx_dist.inputs.rows import read_rows
@@ -37,7 +37,7 @@ GZIP = gzip.compress(PLAIN)
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """``objects``: end of a path → body and Content-Encoding. A body without an encoding is sent without a size."""
+    """``objects``: end of a path → body and Content-Encoding. A body without an encoding is sent in chunks."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -65,6 +65,9 @@ class _Handler(Answers):
         if encoding:
             self.send_header("Content-Encoding", encoding)
             self.send_header("Content-Length", str(len(body)))
+        else:
+            self.send_header("Transfer-Encoding", "chunked")
+            body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
@@ -173,10 +176,19 @@ def test_a_compressed_input_of_unknown_size_has_limits(server: _Server, monkeypa
 
 
 def test_an_encoded_object_of_gcs_is_no_input(server: _Server) -> None:
-    about = b'{"kind": "storage#object", "name": "x.jsonl", "bucket": "b", "size": "20", "contentEncoding": "gzip"}'
-    server.objects["/o/x.jsonl"] = about, "identity"
+    about = {"kind": "storage#object", "name": "x.jsonl", "bucket": "b", "size": "20", "generation": "1"}
+    server.objects["/b/o"] = b'{"kind": "storage#objects"}', "identity"
+    server.objects["/o/x.jsonl"] = json.dumps({**about, "contentEncoding": "gzip"}).encode(), "identity"
     options = {"endpoint_url": server.url, "token": "anon"}
     with pytest.raises(ConfigError, match="expected an object without a Content-Encoding, got 'gzip'"):
+        list(read_rows(InputConfig(path="gs://b/x.jsonl", storage_options=options)))
+
+
+def test_an_answer_that_is_no_object_of_gcs_is_no_empty_file(server: _Server) -> None:
+    server.objects["/b/o"] = b'{"kind": "storage#objects"}', "identity"
+    server.objects["/o/x.jsonl"] = b'{"name": "x.jsonl"}', "identity"
+    options = {"endpoint_url": server.url, "token": "anon"}
+    with pytest.raises(Unavailable, match="expected an answer with an object's generation"):
         list(read_rows(InputConfig(path="gs://b/x.jsonl", storage_options=options)))
 
 
@@ -223,7 +235,8 @@ def test_a_cache_of_whole_files_gets_an_object_of_gcs_in_one_request(
         Path(local).write_bytes(PLAIN)
 
     monkeypatch.setattr("gcsfs.core.GCSFileSystem._get_file", copied)
-    about = {"kind": "storage#object", "name": "y.jsonl", "bucket": "b", "size": str(len(PLAIN))}
+    about = {"kind": "storage#object", "name": "y.jsonl", "bucket": "b", "size": str(len(PLAIN)), "generation": "1"}
+    server.objects["/b/o"] = b'{"kind": "storage#objects"}', "identity"
     server.objects["/o/y.jsonl"] = json.dumps(about).encode(), "identity"
     options = {"gs": {"endpoint_url": server.url, "token": "anon"}}
     assert len(list(read_rows(InputConfig(path="simplecache::gs://b/y.jsonl", storage_options=options)))) == 1000

@@ -30,7 +30,7 @@ from hsx_dist.inputs.read_ahead import check_fetched
 from hsx_dist.inputs.rows import read_rows
 from hsx_dist.inputs.web import check_stream
 from hsx_dist.inputs.whole_file import WholeFile
-from tests.harness.http_server import Answers, s3_options, served
+from tests.harness.http_server import Answers, listing, s3_options, served
 
 _BLOCK = 1 << 16
 _LINES = b"".join(b"row %06d %s\n" % (i, b"x" * 90) for i in range(6000))
@@ -50,12 +50,14 @@ def _server(body: bytes, wrong: _Wrong | None = None, at: int = 1, **headers: st
             self.answer(200, body, ETag='"1"', Last_Modified="Thu, 01 Jan 2026 00:00:00 GMT", **headers)
 
         def do_GET(self) -> None:
+            if "list-type" in self.path:  # whether the object hides a folder
+                return self.answer(200, listing([]), Content_Type="application/xml")
             seen[0] += 1
             asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
             start, end = (int(asked[1]), min(int(asked[2]) + 1, len(body))) if asked else (0, len(body))
             found = wrong(start, end, body) if wrong is not None and at in (0, seen[0]) else None
             status, part, more = found or _range(start, end, body)
-            self.answer(status, part, ETag='"1"', Last_Modified="Thu, 01 Jan 2026 00:00:00 GMT", **more)
+            return self.answer(status, part, ETag='"1"', Last_Modified="Thu, 01 Jan 2026 00:00:00 GMT", **more)
 
     with served(Handler) as url:
         yield url
@@ -95,7 +97,60 @@ def test_another_answer_gives_no_row_and_no_end(in_process: None, scheme: str, a
 
 
 def test_the_whole_object_in_place_of_a_later_range_of_s3_is_refused(in_process: None) -> None:
-    with _server(_LINES, lambda *_: (200, _LINES, {}), at=2) as url, pytest.raises(Unavailable, match="612000 bytes"):
+    with (
+        _server(_LINES, lambda *_: (200, _LINES, {}), at=2) as url,
+        pytest.raises(Unavailable, match="as a part"),
+    ):
+        list(read_rows(_config(url, "a.txt", "s3")))
+
+
+@pytest.mark.parametrize("path", ["s3://b/a.txt", "zip://a.txt::s3://b/a.zip"])
+def test_a_page_in_place_of_the_head_of_an_object_is_no_size(in_process: None, path: str) -> None:
+    """The page is shorter than the object, so a part of the object would be the input."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as members:
+        members.writestr("a.txt", _LINES[:1020])
+    body = _LINES if path.endswith(".txt") else packed.getvalue()
+
+    class Handler(Answers):
+        heads = 0
+        wrong = 0
+
+        def do_HEAD(self) -> None:
+            Handler.heads += 1
+            if Handler.wrong in (0, Handler.heads):
+                # A directory of a zip file is found from its end.
+                self.answer(200, body if path.startswith("zip") else _PAGE, Content_Type="text/html")
+            else:
+                self.answer_object(200, body)
+
+        def do_GET(self) -> None:
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            if asked is None:
+                return self.answer(200, listing([]), Content_Type="application/xml")
+            status, part, more = _range(int(asked[1]), min(int(asked[2]) + 1, len(body)), body)
+            return self.answer(status, part, ETag='"1"', **more)
+
+    def count(url: str) -> int:
+        return len(list(read_rows(InputConfig(path=path, storage_options={"s3": s3_options(url)}))))
+
+    with served(Handler) as url:
+        Handler.wrong = -1
+        whole = count(url)
+        assert whole == (10 if path.startswith("zip") else 6000)
+        asked = Handler.heads
+        for wrong in range(asked + 1):
+            Handler.heads, Handler.wrong = 0, wrong
+            with pytest.raises(Unavailable, match="an object's ETag and Last-Modified"):
+                count(url)
+
+
+@pytest.mark.parametrize("headers", [{}, {"Content_Range": "bytes {}-{}/611999"}])
+def test_a_part_of_another_object_of_s3_is_refused(in_process: None, headers: dict[str, str]) -> None:
+    def part(start: int, end: int, body: bytes) -> _Answer:
+        return 206, body[start:end], {name: value.format(start, end - 1) for name, value in headers.items()}
+
+    with _server(_LINES, part, at=2) as url, pytest.raises(Unavailable, match=r"expected (the bytes|a part of an obj)"):
         list(read_rows(_config(url, "a.txt", "s3")))
 
 
