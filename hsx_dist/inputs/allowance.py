@@ -1,4 +1,4 @@
-"""Limits the rows and decompressed bytes of an input by its stored bytes: very many consist of repetition.
+"""Limits the rows and decompressed bytes of an input by the stored bytes that arrived: very many consist of repetition.
 
 The limits hold for all files together. For each file, a small zip file of many members would have them many times.
 """
@@ -21,16 +21,20 @@ class Allowance:
     def __init__(self, most_stored: int | None = None) -> None:
         """``most_stored``: limit of the stored bytes of all files, the size of a zip file. None: no limit."""
         self._most_stored = most_stored
-        self._stored = self._rows = self._decoded = self._allocated = self._cost = 0
-        self.store(0)
+        self._stated: int | None = 0
+        self._arrived = self._rows = self._decoded = self._allocated = self._cost = 0
+        self.arrive(0)
 
-    def store(self, size: int) -> None:
-        """Add the stored bytes of a file that is read next."""
-        self._stored += size
-        if self._most_stored is not None:
-            self._stored = min(self._stored, self._most_stored)
-        self._most_rows = max(FREE_ROWS, MOST_ROWS * self._stored)
-        self._most_bytes = max(FREE_BYTES, MAX_EXPANSION * self._stored)
+    def begin(self, stated: int | None) -> None:
+        """Begin a file. ``stated``: its size, if it has one. Parts that are read again do not count beyond it."""
+        self._stated = None if stated is None or self._stated is None else self._stated + stated
+
+    def arrive(self, size: int) -> None:
+        """Add stored bytes that were read. Not the stated size, which a server may invent."""
+        self._arrived += size
+        stored = min(x for x in (self._arrived, self._stated, self._most_stored) if x is not None)
+        self._most_rows = max(FREE_ROWS, MOST_ROWS * stored)
+        self._most_bytes = max(FREE_BYTES, MAX_EXPANSION * stored)
         self._most_cost = most_cost(self._most_bytes)
 
     def take(self, *, rows: int = 0, decoded: int = 0, allocated: int = 0, cost: int = 0) -> None:

@@ -15,18 +15,17 @@ _SKIPPED, _MOST_EMPTY = 64, 100_000
 _BUFFER = 1 << 20
 
 
-def read_lines(file: IO[bytes], most: int, allowance: Allowance | None) -> Iterator[tuple[int, bytes | None]]:
+def read_lines(file: IO[bytes], most: int, allowance: Allowance) -> Iterator[tuple[int, bytes | None]]:
     """Yield numbered lines, and ``None`` for a line that is too long. Empty lines at the end of the file are no rows.
 
     Raises ``FormatError`` for a line that is far too long, for very many empty lines, and for more lines or bytes than
-    ``allowance`` permits. In a compressed file, such lines take almost no space. ``allowance`` is None for a plain file
-    of unknown size, which holds only what arrives. A line's end, LF or CR LF, does not count for ``most``.
+    ``allowance`` permits. In a compressed file, such lines take almost no space. A line's end, LF or CR LF, does not
+    count for ``most``.
     """
     number, empty = -1, 0
     while line := file.readline(most + 2):
         number += 1
-        if allowance is not None:
-            allowance.take(rows=1, decoded=len(line))
+        allowance.take(rows=1, decoded=len(line))
         is_long = len(line) > most and len(line.removesuffix(b"\r\n").removesuffix(b"\n")) > most
         if not is_long and not line.strip():
             empty += 1
@@ -41,8 +40,7 @@ def read_lines(file: IO[bytes], most: int, allowance: Allowance | None) -> Itera
             while line and not line.endswith(b"\n"):
                 line = file.readline(min(most, _BUFFER))
                 skipped += len(line)
-                if allowance is not None:
-                    allowance.take(decoded=len(line))
+                allowance.take(decoded=len(line))
                 if skipped > _SKIPPED * most:
                     raise FormatError(
                         f"expected lines of at most {most} bytes, got one of more than {skipped}. Split "

@@ -44,8 +44,9 @@ class ParquetPages:
 
         Args:
             chunks: pyarrow's schema and metadata of the column chunks that Arrow reads.
-            decoded: the decoded bytes of a chunk that are counted already.
-            take: called with the decoded bytes of pages beyond these. What it raises ends the work on the file.
+            decoded: the decoded bytes of a chunk, as the footer says.
+            take: called with the decoded bytes of pages, or with their share of the footer's if that is more. What it
+                raises ends the work on the file.
 
         Raises:
             ValueError: chunks overlap.
@@ -107,16 +108,20 @@ class _ColumnChunk:
 
     ``at``: where its next page begins. ``held``: bytes from there on, a part of a header or page. ``stop``: its end by
     the footer. Old versions of parquet-mr wrote an end that is too small, so its pages may reach to ``limit``.
-    ``values``, ``decoded``: the footer's values and decoded bytes, less those of the pages so far.
+    ``values``: the footer's values, less those of the pages so far.
     """
 
-    __slots__ = ("_codec", "_levels", "_take", "at", "decoded", "held", "limit", "stop", "values")
+    __slots__ = (
+        *("_claimed", "_codec", "_decoded", "_levels", "_take", "_taken", "_values"),
+        *("at", "held", "limit", "stop", "values"),
+    )
 
     def __init__(self, schema: Any, chunk: Any, decoded: int, take: Callable[[int], None]) -> None:
         dictionary = chunk.dictionary_page_offset or 0
         self.at = min(chunk.data_page_offset, dictionary) if dictionary > 0 else chunk.data_page_offset  # as Arrow
         self.stop = self.limit = self.at + chunk.total_compressed_size
-        self.values, self.decoded = chunk.num_values, decoded
+        self.values = self._values = chunk.num_values
+        self._claimed, self._decoded, self._taken = decoded, 0, 0
         self.held = b""
         self._take, self._codec = take, chunk.compression
         # Fields of the first data header with the encodings of the levels that a page has.
@@ -137,14 +142,14 @@ class _ColumnChunk:
                 if len(self.held) > _MOST_HEADER and not header.lists:
                     raise ValueError(f"a page's header of more than {_MOST_HEADER} bytes") from None
                 break
-            self.decoded -= decoded + begin + header.at - self.at
+            self._decoded += decoded + begin + header.at - self.at
             self.at = begin + header.at + stored
             self.values -= values
             if self.values < 0:
                 raise ValueError(f"pages with {-self.values} values more than the footer says")
-            if self.decoded < 0:
-                self._take(-self.decoded)
-                self.decoded = 0
+            share = self._claimed * (self._values - self.values) // max(self._values, 1)
+            taken, self._taken = self._taken, max(self._decoded, share)
+            self._take(self._taken - taken)
             if header.lists:
                 self._check_lengths(header, decoded, stored, values)
         if self.at + len(self.held) >= self.limit and (self.values or self.held):

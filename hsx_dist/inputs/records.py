@@ -65,19 +65,18 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
         for path in source.files:
             shown, table = public_url(path), None
             try:
+                stored = found.stored_bytes(path)
+                allowance.begin(stored)
                 with ExitStack() as stack:
-                    file = stack.enter_context(found.open(path, compressed=lines))
+                    file = stack.enter_context(found.open(path, compressed=lines, arrive=allowance.arrive))
                     yield RecordBatch(source.label, source.format, shown, [], labels)
                     labels = ()
                     if lines:
-                        stored = found.limiting_bytes(path)
-                        allowance.store(stored or 0)
-                        items = read_lines(file, found.max_row_bytes, None if stored is None else allowance)
+                        items = read_lines(file, found.max_row_bytes, allowance)
                         text = source.format == "text"
                         batches = _grouped((n, x) for n, x in items if not text or x is None or x.strip())
                     else:
-                        table = StoreFile(file, shown, found.stored_bytes(path))
-                        allowance.store(table.stored)
+                        table = StoreFile(file, shown, stored)
                         most = most_cost(found.max_row_bytes)
                         batches = read_columns(table, source.format, columns, needed, shown, most, allowance, at)
                     for batch in batches:

@@ -26,7 +26,7 @@ from hsx_dist.inputs.file_systems import file_info, innermost, is_web, name_of, 
 from hsx_dist.inputs.joined import refuse_joined_zip
 from hsx_dist.inputs.read_ahead import check_fetched
 from hsx_dist.inputs.web import MOST_WHOLE, check_stream
-from hsx_dist.inputs.whole_file import WholeFile, require_size
+from hsx_dist.inputs.whole_file import ArrivingFile, WholeFile, require_size
 from hsx_dist.store.opening import ARCHIVE_SCHEMES, LISTED_CACHES, check_options
 from hsx_dist.store.web_answers import bounding_answers
 from hsx_dist.text import head, os_reason
@@ -80,8 +80,10 @@ class Input:
         """Limit of the stored bytes of all files: the size of a zip file, whose directory may claim more. Else None."""
         return getattr(_zip_file(self._fs), "start_dir", None)
 
-    def open(self, path: str, *, compressed: bool) -> IO[bytes]:
+    def open(self, path: str, *, compressed: bool, arrive: Callable[[int], None]) -> IO[bytes]:
         """Open a file of a source for reading, decompressed according to its name if ``compressed``: a file of lines.
+
+        ``arrive``: called with the number of stored (compressed) bytes of each read.
 
         Raises:
             ConfigError: it cannot be opened, or a cache is before a URL of unknown size. The message has no text of
@@ -98,15 +100,20 @@ class Input:
 
         def opened() -> IO[bytes]:
             check_file(self._fs, path)
+            members = _zip_file(self._fs)
+            if members is not None:  # a member shows only its decompressed bytes
+                members.fp = ArrivingFile(getattr(members.fp, "file", members.fp), arrive)
             file: Any = self._fs.open(path, "rb")
-            if _zip_file(self._fs) is None:
-                file = self._checked(file, shown, size, in_order=compressed)
-            return file  # type: ignore[no-any-return]
+            if members is not None:
+                return file  # type: ignore[no-any-return]
+            return self._checked(file, shown, size, arrive, in_order=compressed)  # type: ignore[no-any-return]
 
         found = with_config_errors(opened, self.shown)
         return _decompressed(found, self._ending(path), shown) if compressed else found
 
-    def _checked(self, file: Any, shown: str, size: int | None, *, in_order: bool) -> Any:
+    def _checked(
+        self, file: Any, shown: str, size: int | None, arrive: Callable[[int], None], *, in_order: bool
+    ) -> Any:
         """Return ``file``, or a file over it, that raises ``Unavailable`` for other bytes than those asked for.
 
         A local file may grow while it is read.
@@ -118,22 +125,11 @@ class Input:
             check_stream(file, shown, size)
         elif size is not None and not is_local_file:
             require_size(file, shown, size)
+        file = ArrivingFile(file, arrive)
         if in_order or (is_stream and size is not None and size <= MOST_WHOLE):
             whole = WholeFile(file, shown, size, may_grow=is_local_file)
             return whole if in_order else io.BytesIO(whole.readall())
         return file
-
-    def limiting_bytes(self, path: str) -> int | None:
-        """Return the bytes by which ``Allowance`` limits a file of lines: its stored size.
-
-        If the back end does not know the size, return 0 for a compressed file. For a plain file return None: it has no
-        more bytes than arrive.
-
-        Raises:
-            ConfigError: as ``stored_bytes``.
-        """
-        stored = self.stored_bytes(path)
-        return 0 if stored is None and self._is_compressed(path) else stored
 
     def stored_bytes(self, path: str) -> int | None:
         """Return the stored (compressed) size of a file of a source, or None if the back end does not know it.

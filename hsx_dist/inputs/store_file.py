@@ -34,7 +34,7 @@ class StoreFile(io.RawIOBase):
     ``after_read``: called with the position and the bytes of a read. What it raises ends the work on the file.
     ``skips``: called with the bytes that a further seek decompressed. What it raises ends the work on the file.
     ``failed``: the error of the file system that ended a read.
-    ``stored``: the file's bytes in the store, which are fewer than its own in a zip file. None: its own.
+    ``stored``: the file's bytes in the store, if they are known.
 
     Raises:
         ConfigError: the file is a stream. Arrow reads a file's end first.
@@ -54,7 +54,7 @@ class StoreFile(io.RawIOBase):
                 raise
             raise no_ranges(shown) from None
         file.seek(0)
-        self.size, self.stored = size, size if stored is None else min(size, stored)
+        self.size = size
         self._read = self._skipped = 0
 
     def readable(self) -> bool:

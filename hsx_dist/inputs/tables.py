@@ -214,7 +214,7 @@ def _parquet(
     first = {parquet.reader.column_paths[leaf][0]: leaf for leaf in reversed(leaves)}
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
     _require_counts(parquet.metadata, groups, leaves, shown)
-    _require_sizes(groups, leaves, file.size, allowance)
+    _require_sizes(groups, leaves, file.size)
     # One row group at a time: Arrow cannot join nested dictionaries of two groups in a batch.
     for i, group in enumerate(groups):
         if not group.num_rows:
@@ -266,17 +266,13 @@ def _require_counts(metadata: Any, groups: Sequence[Any], leaves: Mapping[int, A
         )
 
 
-def _require_sizes(groups: Sequence[Any], leaves: Iterable[int], size: int, allowance: Allowance) -> None:
-    """Raise FormatError if a footer's column chunks overlap, or decode to more bytes than ``allowance`` permits.
-
-    Arrow reads as many bytes of a chunk as the footer says, and decodes each of its pages, however few the rows need.
-    """
+def _require_sizes(groups: Sequence[Any], leaves: Iterable[int], size: int) -> None:
+    """Raise FormatError if a footer's column chunks overlap. Arrow reads as many bytes of one as the footer says."""
     if sum(max(group.column(i).total_compressed_size, 0) for group in groups for i in leaves) > size:
         raise FormatError(
             f"expected column chunks of at most {size} bytes, the file's size, got more: they overlap. Write or copy "
             "the file again"
         )
-    allowance.take(decoded=sum(_decoded_bytes(group.column(i)) for group in groups for i in leaves))
 
 
 def _decoded_bytes(chunk: Any) -> int:

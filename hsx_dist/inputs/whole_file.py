@@ -15,10 +15,31 @@ from hsx_dist.inputs.file_systems import is_web, schemes_of
 from hsx_dist.inputs.web import WebRanges
 
 
+class ArrivingFile:
+    """A file that calls ``arrive`` with the number of bytes of each read."""
+
+    def __init__(self, file: Any, arrive: Callable[[int], None]) -> None:
+        self.file, self._arrive = file, arrive
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def __enter__(self) -> ArrivingFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def read(self, size: int = -1) -> bytes:
+        data: bytes = self.file.read(size)
+        self._arrive(len(data))
+        return data
+
+
 class WholeFile(io.RawIOBase):
     """Reads a file in order. Raises ``Unavailable`` if it ends before ``size``, or, unless ``may_grow``, after it."""
 
-    def __init__(self, file: IO[bytes], shown: str, size: int | None, *, may_grow: bool) -> None:
+    def __init__(self, file: Any, shown: str, size: int | None, *, may_grow: bool) -> None:
         super().__init__()
         self._file, self._shown, self._size, self._may_grow = file, shown, size, may_grow
         self._at = 0

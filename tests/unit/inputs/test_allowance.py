@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import zipfile
@@ -16,6 +17,7 @@ from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError
 from hsx_dist.inputs import allowance
 from hsx_dist.inputs.rows import read_rows
+from tests.harness.http_server import Answers, served
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -101,6 +103,33 @@ def test_stored_bytes_of_all_files_count_together(
         for i in range(200):
             (tmp_path / f"{i}.txt{'.gz' if i % 2 else ''}").write_bytes(gzip.compress(b"a\n") if i % 2 else b"a\n")
     assert _count(path) == 200
+
+
+@pytest.mark.parametrize("name", ["a.txt.bz2", "a.parquet"])
+def test_a_size_that_a_server_invents_permits_no_more_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(allowance, "FREE_BYTES", 10_000)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 20)
+    claim, written = 10**12, io.BytesIO()
+    table = pa.table({"text": pa.array(["a" * 100_000] * 1000)})
+    pq.write_table(table, written, compression="zstd", use_dictionary=False)
+    body = bz2.compress(b"aaaaaaaaaa\n" * 1_000_000) if name.endswith("bz2") else written.getvalue()
+
+    class Handler(Answers):
+        def do_HEAD(self) -> None:
+            self.answer(200, Content_Type="application/octet-stream", Accept_Ranges="bytes", length=claim)
+
+        def do_GET(self) -> None:
+            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+            # A table's footer is at its end. Its other bytes are at its beginning, as the footer says.
+            tail, last = claim - len(body), min(last, claim - 1)
+            near = body[first : last + 1] if first < len(body) else b""
+            part = near.ljust(last + 1 - first, b"\0")
+            if last >= tail:
+                part = bytes(max(tail - first, 0)) + body[max(first - tail, 0) : last + 1 - tail]
+            self.answer(206, part, Content_Range=f"bytes {first}-{last}/{claim}")
+
+    with served(Handler) as url, pytest.raises(FormatError, match="at most 20 bytes for each stored byte"):
+        _count(f"{url}/{name}")
 
 
 def test_members_have_no_more_stored_bytes_than_their_zip_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
