@@ -30,7 +30,7 @@ class StoreFailed(Exception):
 class StoreFile(io.RawIOBase):
     """A file that Arrow reads. Errors of the file system become ``StoreFailed``, so that they differ from Arrow's.
 
-    ``before_read``: called before Arrow reads bytes. What it raises ends the work on the file.
+    ``at_read``: called when bytes arrived, before Arrow gets them. What it raises ends the work on the file.
     ``after_read``: called with the position and the bytes of a read. What it raises ends the work on the file.
     ``skips``: called with the bytes that a further seek decompressed. What it raises ends the work on the file.
     ``failed``: the error of the file system that ended a read.
@@ -44,7 +44,7 @@ class StoreFile(io.RawIOBase):
         super().__init__()
         self._file, self._shown = file, shown
         self.failed: Exception | None = None  # Arrow gives some errors of a read another type
-        self.before_read: Callable[[], None] | None = None
+        self.at_read: Callable[[], None] | None = None
         self.after_read: Callable[[int, bytes], None] | None = None
         self.skips: Callable[[int], None] | None = None
         try:
@@ -79,8 +79,6 @@ class StoreFile(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:  # type: ignore[override]
         """Return all of the ``size`` bytes that the file has. Arrow takes fewer as the file's end, or as its bytes."""
-        if self.before_read is not None:
-            self.before_read()
         begin = self._file.tell()
         try:
             data = self._whole(size)
@@ -95,6 +93,8 @@ class StoreFile(io.RawIOBase):
                 f"expected parts in order that do not overlap, got a file of {self.size} bytes that names the same "
                 "bytes many times, or jumps many times. Write the file again with its library"
             )
+        if self.at_read is not None:
+            self.at_read()
         if self.after_read is not None:
             self.after_read(begin, data)
         return data

@@ -297,8 +297,8 @@ def _arrow(
         allowance.take(allocated=allocated - before)
 
     # A batch shows neither the dictionaries that others replaced before it, nor those of other columns. Arrow decodes
-    # these too, each before the next read.
-    file.before_read = count_allocated
+    # these too, each before the next read. Checked when bytes have arrived: Arrow allocates the memory of a read first.
+    file.at_read = count_allocated
     schema, read = open_arrow(file)
     chosen = _chosen(schema.names, columns, needed, shown)
     check_fields(schema, chosen)
