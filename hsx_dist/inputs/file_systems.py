@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hsx_dist.config.urls import web_path
+from hsx_dist.config.urls import public_url, web_path
 from hsx_dist.errors import Unavailable
 
 #: Separates the name of an object of S3 from its version.
