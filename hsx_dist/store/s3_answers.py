@@ -37,7 +37,8 @@ class CheckedS3(S3FileSystem):  # type: ignore[misc]
 
     async def _call_s3(self, method: str, *more: Any, **kwargs: Any) -> Any:
         size = kwargs.pop(STATED_SIZE, None)
-        answer = await super()._call_s3(method, *more, **kwargs)
+        # s3fs before 2026 adds the payer of a request (``requester_pays``) only in its own methods.
+        answer = await super()._call_s3(method, self.req_kw, *more, **kwargs)
         where = f"s3://{kwargs.get('Bucket')}/{kwargs.get('Key')}"
         if method in _UPLOADS and (not answer.get("ETag") or _of_a_file(answer)):
             raise Unavailable(
