@@ -146,7 +146,8 @@ def unfinished_files(
     while pending:
         folder = pending.pop()
         try:
-            fd = os.open(folder or ".", FOLDER | os.O_NOFOLLOW, dir_fd=root)
+            # Without the slash: with it, Linux follows a link that has replaced the folder.
+            fd = os.open(folder.rstrip("/") or ".", FOLDER | os.O_NOFOLLOW, dir_fd=root)
             try:
                 with os.scandir(fd) as entries:
                     below, names = [], []

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,24 @@ def test_unfinished_files_behind_links_are_not_listed(root: Path, victim: Path) 
     (root / "own").mkdir()
     (root / "own" / ".hsx-unfinished-2").touch()
     assert [info.name for info in LocalStore(root).unfinished()] == [".hsx-unfinished-1", "own/.hsx-unfinished-2"]
+
+
+def test_no_unfinished_file_is_listed_behind_a_link_that_replaces_a_folder(
+    root: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "own").mkdir()
+    inner = os.open
+
+    def swapped(path: str | Path, *arguments: int, **options: Any) -> int:
+        if str(path).startswith("own") and not (root / "own").is_symlink():
+            (root / "own").rmdir()
+            (root / "own").symlink_to(victim)
+        return inner(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", swapped)
+    told: list[str] = []
+    assert list(LocalStore(root).unfinished(unreadable=told.append)) == []
+    assert told == ["own"]
 
 
 def test_reading_follows_links(root: Path, victim: Path) -> None:
