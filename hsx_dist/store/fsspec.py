@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import fsspec
 
@@ -44,7 +43,7 @@ from hsx_dist.store.faults import (
     translate,
     unless_missing,
 )
-from hsx_dist.store.pages import Pages, in_order, name_below, objects_of_gcs, put_in_order
+from hsx_dist.store.pages import Pages, in_order, name_below, objects_of_gcs, put_in_order, sorts_by_name
 from hsx_dist.store.upload_answers import require_stored
 from hsx_dist.store.web_answers import bounding_answers
 from hsx_dist.text import text_of
@@ -316,9 +315,8 @@ class FsspecStore:
         yield from (in_order if sorts else put_in_order)(found, where)
 
     def _sorts(self) -> bool:
-        """Whether listings are sorted by name. AWS documents it; SeaweedFS lists by folder, "a/b" before "a-b"."""
-        host = urlsplit(self._fs.s3.meta.endpoint_url).hostname or ""
-        return host.endswith((".amazonaws.com", ".amazonaws.com.cn")) and not self._bucket.endswith("--x-s3")
+        endpoint = self._fs._location if self._gcs else self._fs.s3.meta.endpoint_url
+        return sorts_by_name(endpoint) and not self._bucket.endswith("--x-s3")  # directory buckets list in any order
 
     def _list_gcs(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
         bucket, root, _ = self._fs.split_path(f"{self._root}/")
@@ -330,8 +328,9 @@ class FsspecStore:
                 "GET", "b/{}/o", bucket, json_out=True, **start, **page, **self._limit()
             ))  # fmt: skip
 
-        found = objects_of_gcs(ask, root + prefix, where)
-        yield from put_in_order((ObjectInfo(name_below(root, i.name, where), i.size) for i in found), where)
+        objects = objects_of_gcs(ask, root + prefix, where)
+        found = (ObjectInfo(name_below(root, info.name, where), info.size) for info in objects)
+        yield from (in_order if self._sorts() else put_in_order)(found, where)
 
     def _list_any(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:  # noqa: ARG002
         folder = prefix.rpartition("/")[0]

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
+from urllib.parse import urlsplit
 
 from hsx_dist.errors import StoreError, Unavailable
 from hsx_dist.store.base import ObjectInfo, stated_size
+
+
+def sorts_by_name(endpoint: str) -> bool:
+    """Whether a service lists names in order. AWS and Google document it. SeaweedFS lists "a/b" before "a-b"."""
+    host = urlsplit(endpoint).hostname or ""
+    return host.endswith((".amazonaws.com", ".amazonaws.com.cn", ".googleapis.com"))
 
 
 def in_order(found: Iterable[ObjectInfo], where: str) -> Iterator[ObjectInfo]:

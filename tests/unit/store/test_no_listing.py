@@ -124,6 +124,26 @@ def test_another_answer_of_gcs_is_no_listing(
         names(store)
 
 
+@pytest.mark.parametrize(("sorts", "left"), [(True, 3), (False, 0)])
+def test_a_listing_of_google_yields_each_page_before_the_next(
+    url: str, monkeypatch: pytest.MonkeyPatch, sorts: bool, left: int
+) -> None:
+    """A retry continues behind the last page, and a long listing takes no memory for all names."""
+    Bucket.names = tuple(f"r/{i}" for i in range(8))
+    Bucket.first[:] = [None] * 4
+    store = FsspecStore("gs://b/r", {"token": "anon", "project": "p", "endpoint_url": url})
+    assert not store._sorts()
+    monkeypatch.setattr(FsspecStore, "_sorts", lambda _: sorts)
+    assert next(store.list()).name == "0"
+    assert len(Bucket.first) == left
+    assert names(store) == [f"{i}" for i in range(8)]
+
+
+def test_google_sorts_listings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    assert FsspecStore("gs://b/r", {"token": "anon", "project": "p"})._sorts()
+
+
 def test_obstore_lists_gcs_through_gcsfs(tmp_path: Path) -> None:
     """obstore takes a page of a gateway for the last page of a listing."""
     store = ObstoreStore(f"file://{tmp_path}")
