@@ -208,7 +208,9 @@ class ObstoreStore:
 
         with self._lock:
             if self._slow is None:
-                self._slow = FsspecStore(self._full_url, self._options, patience=self._patience)
+                # obstore ignores the option. Of an asynchronous file system each call of ``FsspecStore`` fails.
+                options = {**self._options, "asynchronous": False}
+                self._slow = FsspecStore(self._full_url, options, patience=self._patience)
             return self._slow
 
     def _connect(self, region: str | None = None) -> Connection:

@@ -91,6 +91,12 @@ def test_another_answer_of_s3_is_no_listing(url: str, backend: Backend, answers:
     assert names(store) == []
 
 
+@pytest.mark.parametrize("option", ["asynchronous", "use_listings_cache", "listings_expiry_time", "max_paths"])
+def test_obstore_lists_with_options_that_concern_no_object(url: str, option: str) -> None:
+    store = open_store("s3://b/r", s3_options(url) | {option: True}, backend="obstore", retry_seconds=0)
+    assert names(store) == ["a", "b", "c/d"]
+
+
 @pytest.mark.parametrize("backend", ["obstore", "fsspec"])
 @pytest.mark.parametrize("body", [PAGE, ERROR, EMPTY[:40], b""])
 @pytest.mark.parametrize("pages", [1, 2])
