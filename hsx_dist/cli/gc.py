@@ -71,7 +71,7 @@ def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
         print_json({"path": path, "deleted": delete, **found, "in_use": busy, "denied": denied})
         return
     for name in busy:
-        say(f"in use {name}")
+        say(f"stays {name}")
     say(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
     _print_unfinished(left, delete=delete)
     if unreadable:

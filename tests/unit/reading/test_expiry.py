@@ -479,3 +479,15 @@ def test_an_expired_object_behind_a_link_stops_no_gc(monkeypatch, capsys, tmp_pa
     assert code == 0
     assert (found["expired"], found["in_use"]) == (["old.safetensors"], ["a-link/old.safetensors"])
     assert (tmp_path / "shared" / "old.safetensors").exists()
+
+
+def test_gc_names_no_cause_in_the_line_of_an_object_that_stays(capsys, tmp_path):
+    """It may be in use, or have an error, as behind a link."""
+    for folder in ("shared", "prefix"):
+        put(open_store(str(tmp_path / folder)), "old", {"expires": 1000})
+    (tmp_path / "prefix" / "a-link").symlink_to(tmp_path / "shared")
+    with pytest.raises(SystemExit):
+        main(["gc", str(tmp_path / "prefix"), "--delete"])
+    out = capsys.readouterr().out
+    assert "stays a-link/old.safetensors\n" in out
+    assert "1 objects are in use or have an error, and stay: run gc again" in out
