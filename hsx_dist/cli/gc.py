@@ -75,7 +75,7 @@ def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
     say(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
     _print_unfinished(left, delete=delete)
     if unreadable:
-        say(f"{len(unreadable):,} folders or links cannot be read, and were skipped: remove them, or run gc as owner")
+        say(f"{len(unreadable):,} folders or links cannot be read, and were skipped: check mounts, or run gc as owner")
     if busy:
         say(f"{len(busy):,} objects are in use or have an error, and stay: run gc again")
     if denied:
