@@ -139,7 +139,6 @@ def check_url(url: str) -> None:
     A text with ``://`` begins with a chain of schemes, and has no ``://`` without one. A known scheme with similar
     characters in place of ``://`` is a mistyped URL (``_is_mistyped``). Also raises as ``check_encodable`` does.
     """
-    check_encodable(url)
     odd = "://" in url and (
         not url.isprintable()
         or url != url.strip(" ")
@@ -152,6 +151,7 @@ def check_url(url: str) -> None:
             "its path, and without a backslash before it, got another form. Write the URL in this form, or ./NAME for "
             "a folder of this name"
         )
+    check_encodable(url)
 
 
 def _harmless(url: str) -> str:

@@ -23,6 +23,9 @@ _BLOCKS = (2, 3)
 _PARQUET_MAGIC = b"PAR1"
 #: Bytes before a footer that no file explains: it is longer. Arrow's mark of a stream's end takes 8.
 _LEAST = 16
+#: Limit of the bytes that are searched: a server may invent a size, and send as many bytes. Marks, page indexes and
+#: filters of a file have fewer.
+_MOST = 16 << 20
 #: Bytes that are read at once.
 _READ = 1 << 20
 _ZIP_BEGIN, _ZIP_END = b"PK\3\4", b"PK\5\6"
@@ -73,12 +76,13 @@ def _refuse_joined(file: io.RawIOBase, gap: int, magic: bytes, before: int) -> N
 
     ``gap``: bytes between the parts that the footer names and the footer itself. They are at least the bytes of the
     files before the last one, because the footer counts from its own file's begin. So the last file begins within the
-    first ``gap`` bytes. A file alone has there marks, page indexes and filters, so few bytes are searched.
+    first ``gap`` bytes, and at their end but for its own marks, page indexes and filters.
     """
     if gap < _LEAST:
         return
-    left = gap + len(magic) - before - 1
-    file.seek(1)
+    begin = max(1, gap - _MOST)
+    left = gap + len(magic) - before - begin
+    file.seek(begin)
     data = b""
     while left > 0 and (more := file.read(min(left, _READ))):
         data = data[1 - len(magic) :] + more

@@ -72,7 +72,7 @@ def test_quoting_a_long_text_very_often_costs_little() -> None:
     key = "a://b@ " * 10_000
     before = time.process_time()
     for i in range(1000):
-        assert str(Segment(key, i, 0, 1, 1)).count("a://") > 5
+        assert str(Segment(key, i, 0, 1, 1)).count("a://") > 3
     assert time.process_time() - before < 2
 
 
@@ -196,6 +196,7 @@ def test_only_errors_of_local_files_show_their_text() -> None:
         "models/builtin.py",
         "models/weights.py",
         "reading/object_lock.py",
+        "store/folder_listing.py",
         "store/folders.py",
         "store/local.py",
         "store/output_file.py",

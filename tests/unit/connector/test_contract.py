@@ -28,7 +28,7 @@ from tests.unit.vllm_patches.engine_config import engine_config
 
 
 def test_a_credential_in_the_storage_path_is_refused() -> None:
-    with pytest.raises(ConfigError, match="s3://b/x: expected a URL without credentials") as e:
+    with pytest.raises(ConfigError, match=r"s3://\(not shown\): expected a URL without credentials") as e:
         read_connector_config({"shared_storage_path": "s3://key:hunter2/y@b/x"})
     assert "hunter2" not in str(e.value)
 

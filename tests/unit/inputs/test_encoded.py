@@ -27,7 +27,7 @@ from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs import allowance
 from hsx_dist.inputs.rows import read_rows
 from hsx_dist.store import web_answers
-from hsx_dist.store.bounded_response import BoundedResponse, PartialResponse
+from hsx_dist.store.bounded_response import BoundedResponse, PartialResponse, SameServerResponse
 from hsx_dist.store.opening import open_store
 from hsx_dist.store.web_answers import bounding_answers
 from tests.harness.http_server import Answers, served
@@ -127,6 +127,7 @@ def test_the_users_options_are_kept() -> None:
     session = {**own, "timeout": timeout, "headers": {"Accept-Encoding": "identity"}}
     merged = {
         **own,
+        "response_class": SameServerResponse,  # the cookie is for this server
         "timeout": ClientTimeout(total=7),
         "trust_env": True,
         "headers": {"Accept-Encoding": "identity", "Cookie": "c"},
