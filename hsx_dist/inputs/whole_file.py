@@ -74,7 +74,8 @@ def whole_ranges(file: Any, shown: str) -> Callable[[int, int], bytes]:
         from hsx_dist.store.s3_answers import STATED_SIZE, require_object  # part of an extra
 
         require_object(file.details, shown)  # a zip file was opened before ``with_store_checks``
-        file.read_kw = {**file.read_kw, STATED_SIZE: file.size}
+        arguments = "read_kw" if hasattr(file, "read_kw") else "req_kw"  # before s3fs 2026.9
+        setattr(file, arguments, {**getattr(file, arguments), STATED_SIZE: file.size})
 
     def fetched(start: int, end: int) -> bytes:
         end = min(end, file.size)

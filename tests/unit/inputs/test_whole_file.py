@@ -29,7 +29,8 @@ from hsx_dist.inputs import web
 from hsx_dist.inputs.read_ahead import check_fetched
 from hsx_dist.inputs.rows import read_rows
 from hsx_dist.inputs.web import check_stream
-from hsx_dist.inputs.whole_file import WholeFile
+from hsx_dist.inputs.whole_file import WholeFile, whole_ranges
+from hsx_dist.store.s3_answers import STATED_SIZE
 from tests.harness.http_server import Answers, listing, s3_options, served
 
 _BLOCK = 1 << 16
@@ -304,6 +305,16 @@ def test_a_stream_of_another_answer_is_refused(status: int, kind: str, length: i
     answer = SimpleNamespace(status=status, content_type=kind, content_length=length)
     with pytest.raises(Unavailable, match=f"another answer of its server .status {status}, type {kind}"):
         check_stream(SimpleNamespace(r=answer), "x", 5)
+
+
+@pytest.mark.parametrize("arguments", ["read_kw", "req_kw"])
+def test_s3fs_passes_the_stated_size_to_each_request(arguments: str) -> None:
+    """s3fs before 2026.9 has only ``req_kw``."""
+    said = {"ETag": '"1"', "LastModified": "now"}
+    of_s3 = SimpleNamespace(fs=SimpleNamespace(protocol=("s3", "s3a")), details=said, size=3, _fetch_range=None)
+    setattr(of_s3, arguments, {"RequestPayer": "requester"})
+    whole_ranges(of_s3, "s3://b/x")
+    assert getattr(of_s3, arguments) == {"RequestPayer": "requester", STATED_SIZE: 3}
 
 
 @pytest.mark.parametrize("says", [True, False])
