@@ -63,8 +63,10 @@ class BucketFolders:
         """Return whether a folder exists. Credentials that may not list, only read, show none: False."""
         try:
             return self._has_folder(path)
-        except OSError as e:
-            if isinstance(e, PermissionError) or str(e).startswith("Forbidden"):  # of gcsfs
+        except Exception as e:
+            # gcsfs: an OSError for the status 403, and an error with a code for 401, which clients without credentials
+            # get.
+            if isinstance(e, PermissionError) or str(e).startswith("Forbidden") or getattr(e, "code", None) == 401:
                 return False
             raise
 

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 from hsx_dist.config import InputConfig
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.inputs.listing import find_input
 from hsx_dist.inputs.sources import Input
 from tests.harness.http_server import Answers, entry, listing, s3_options, served
@@ -27,9 +27,9 @@ class Bucket(Answers):
     odd, odd_pages = "none", dict[str, bytes]()
     requests: list[str] = []  # noqa: RUF012
 
-    #: Names that also exist without a listing. Whether listings are forbidden.
+    #: Names that also exist without a listing. The status of listings that are refused.
     objects: tuple[str, ...] = ()
-    forbids = False
+    refusal: int | None = None
 
     def do_HEAD(self) -> None:
         self.requests.append(self.path)
@@ -44,8 +44,8 @@ class Bucket(Answers):
         if name in self.objects:
             said = {"kind": "storage#object", "name": name, "size": "3", "bucket": "b", "generation": "1"}
             return self.answer(200, json.dumps(said).encode(), Content_Type="application/json")
-        if self.forbids and {"list-type", "prefix"} & set(asked):
-            return self.answer(403)
+        if self.refusal and {"list-type", "prefix"} & set(asked):
+            return self.answer(self.refusal)
         if "/o/" in urlsplit(self.path).path or not {"list-type", "delimiter"} & set(asked):
             return self.answer(404)
         prefix, token = asked.get("prefix", ""), asked.get("continuation-token", asked.get("pageToken", "0"))
@@ -151,13 +151,25 @@ def test_an_object_does_not_hide_the_folder_of_its_name(url: str, monkeypatch: p
         found(url, f"{scheme}://b/in/0.jsonl/")
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs"])
+@pytest.mark.parametrize(("scheme", "refusal"), [("s3", 403), ("gs", 403), ("gs", 401)])
 def test_an_object_is_read_with_credentials_that_may_not_list(
-    url: str, monkeypatch: pytest.MonkeyPatch, scheme: str
+    url: str, monkeypatch: pytest.MonkeyPatch, scheme: str, refusal: int
 ) -> None:
+    """GCS answers 401 to a client without credentials, which may read a public object."""
     monkeypatch.setattr(Bucket, "objects", ("in/0.jsonl",))
-    monkeypatch.setattr(Bucket, "forbids", True)
+    monkeypatch.setattr(Bucket, "refusal", refusal)
     assert [source.label for source in found(url, f"{scheme}://b/in/0.jsonl").sources] == ["0"]
+
+
+def test_another_answer_for_an_object_of_gcs_is_unavailable(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gcsfs takes an answer without a size for an object of 0 bytes: its rows would be missing."""
+
+    def do_get(self: Bucket) -> None:
+        self.answer(200, b'{"name": "in.jsonl"}', Content_Type="application/json")
+
+    monkeypatch.setattr(Bucket, "do_GET", do_get)
+    with pytest.raises(Unavailable, match="expected an answer with an object's generation, got another"):
+        found(url, "gs://b/in.jsonl")
 
 
 def test_each_folder_is_listed_once_and_the_service_is_checked_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
