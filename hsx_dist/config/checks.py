@@ -124,7 +124,7 @@ def check_sampling_params(params: Mapping[str, Any]) -> None:
         for name in ("n", "best_of")
         if str(params.get(name) or 1) != "1"
     ]
-    lines += texts_for_false("sampling_params", params)
+    lines += texts_for_false("sampling_params", {n: v for n, v in params.items() if n != "stop"})  # it is a text
     if lines:
         raise ValueError("\n".join(lines))
 

@@ -196,6 +196,7 @@ def test_a_credential_in_a_text_is_hidden() -> None:
         "sampling_params.max_tokens=3",
         "sampling_params.skip_special_tokens=false",
         "sampling_params.stop_token_ids=[1, 2]",
+        "sampling_params.stop='No'",
         "engine_kwargs.max_num_batched_tokens=64",
         "engine_kwargs.tokenizer=x",
         "engine_kwargs.hf_token=true",
