@@ -7,6 +7,9 @@ the rows of one file would be missing without an error.
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from zipfile import ZipFile
 
@@ -46,7 +49,7 @@ def refuse_joined_parquet(file: io.RawIOBase, size: int, metadata: Any) -> None:
             begins = [at for at in (chunk.dictionary_page_offset, chunk.data_page_offset) if at]
             ends.append(min(begins, default=0) + chunk.total_compressed_size)
     footer = size - 8 - metadata.serialized_size
-    _refuse_joined(file, footer - max(ends), 2 * _PARQUET_MAGIC, len(_PARQUET_MAGIC))
+    _refuse_joined(file, footer - max(ends), 2 * _PARQUET_MAGIC, len(_PARQUET_MAGIC), partial(_ends_parquet, file))
 
 
 def refuse_joined_arrow(file: io.RawIOBase, footer_at: int, footer: bytes) -> None:
@@ -68,30 +71,52 @@ def refuse_joined_arrow(file: io.RawIOBase, footer_at: int, footer: bytes) -> No
             at += number(at, 4)
             blocks = np.frombuffer(footer, _BLOCK, number(at, 4), at + 4)
             end = max(end, int((blocks["at"] + blocks["header"] + blocks["body"]).max(initial=0)))
-    _refuse_joined(file, footer_at - end, ARROW_BEGIN, 0)
+    _refuse_joined(file, footer_at - end, ARROW_BEGIN, 0, lambda _: True)
 
 
-def _refuse_joined(file: io.RawIOBase, gap: int, magic: bytes, before: int) -> None:
+def _ends_parquet(file: io.RawIOBase, end: int) -> bool:
+    """Whether a Parquet file ends at ``end``, where its magic is. A row's text may be the magics, too."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file.seek(end - 8)
+    length = int.from_bytes((file.read(4) or b""), "little")
+    start = end - 8 - length
+    if start < len(_PARQUET_MAGIC):
+        return False
+    file.seek(start)
+    footer = file.read(length + 8) or b""
+    try:
+        pq.read_metadata(io.BytesIO(_PARQUET_MAGIC + footer))
+    except (pa.ArrowException, OSError):
+        return False
+    return True
+
+
+def _refuse_joined(file: io.RawIOBase, gap: int, magic: bytes, before: int, ends: Callable[[int], bool]) -> None:
     """Raise FormatError if ``magic`` is where another file's end, of ``before`` bytes, meets a file's begin.
 
     ``gap``: bytes between the parts that the footer names and the footer itself. They are at least the bytes of the
     files before the last one, because the footer counts from its own file's begin. So the last file begins within the
-    first ``gap`` bytes, and at their end but for its own marks, page indexes and filters.
+    first ``gap`` bytes, and at their end but for its own marks, page indexes and filters. ``ends``: whether a file ends
+    at a position where ``magic`` is.
     """
     if gap < _LEAST:
         return
-    begin = max(1, gap - _MOST)
-    left = gap + len(magic) - before - begin
-    file.seek(begin)
+    at, stop = max(1, gap - _MOST), gap + len(magic) - before
     data = b""
-    while left > 0 and (more := file.read(min(left, _READ))):
+    while at < stop:
+        file.seek(at)
+        if not (more := file.read(min(stop - at, _READ))):
+            return
+        at += len(more)
         data = data[1 - len(magic) :] + more
-        if magic in data:
-            raise FormatError(
-                "expected one file, got several that were joined one after the other. Libraries read only one of them. "
-                "Store them as files of a folder"
-            )
-        left -= len(more)
+        for found in re.finditer(b"(?=%b)" % re.escape(magic), data):
+            if ends(at - len(data) + found.start() + before):
+                raise FormatError(
+                    "expected one file, got several that were joined one after the other. Libraries read only one of "
+                    "them. Store them as files of a folder"
+                )
 
 
 def refuse_joined_zip(archive: ZipFile) -> None:

@@ -90,6 +90,18 @@ def test_joined_tables_are_refused(
         _read(path)
 
 
+def test_a_text_with_the_magics_is_read(tmp_path: Path) -> None:
+    """Otherwise one row of a file with a page index ends the job."""
+    path = tmp_path / "in.parquet"
+    texts = pa.table({"text": ["PAR1PAR1 ARROW1\0\0", *map(str, range(5000))]})
+    options = {"compression": "none", "use_dictionary": False, "data_page_size": 256, "write_page_index": True}
+    path.write_bytes(_parquet(texts, **options))
+    assert _read(path) == 5001
+    path.write_bytes(_parquet(texts, **options) * 2)
+    with pytest.raises(FormatError, match=_JOINED):
+        _read(path)
+
+
 def _zipped(name: str) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
