@@ -60,13 +60,15 @@ class BucketFolders:
         return info
 
     def _may_have_folder(self, path: str) -> bool:
-        """Return whether a folder exists. Credentials that may not list, only read, show none: False."""
+        """Return whether a folder exists. Credentials that may not list, and servers without listings, show none."""
         try:
             return self._has_folder(path)
+        except (PermissionError, FileNotFoundError):
+            return False
         except Exception as e:
             # gcsfs: an OSError for the status 403, and an error with a code for 401, which clients without credentials
             # get.
-            if isinstance(e, PermissionError) or str(e).startswith("Forbidden") or getattr(e, "code", None) == 401:
+            if str(e).startswith("Forbidden") or getattr(e, "code", None) == 401:
                 return False
             raise
 

@@ -151,11 +151,11 @@ def test_an_object_does_not_hide_the_folder_of_its_name(url: str, monkeypatch: p
         found(url, f"{scheme}://b/in/0.jsonl/")
 
 
-@pytest.mark.parametrize(("scheme", "refusal"), [("s3", 403), ("gs", 403), ("gs", 401)])
+@pytest.mark.parametrize(("scheme", "refusal"), [("s3", 403), ("s3", 404), ("gs", 403), ("gs", 401)])
 def test_an_object_is_read_with_credentials_that_may_not_list(
     url: str, monkeypatch: pytest.MonkeyPatch, scheme: str, refusal: int
 ) -> None:
-    """GCS answers 401 to a client without credentials, which may read a public object."""
+    """GCS answers 401 to a client without credentials, which may read a public object. Some servers list nothing."""
     monkeypatch.setattr(Bucket, "objects", ("in/0.jsonl",))
     monkeypatch.setattr(Bucket, "refusal", refusal)
     assert [source.label for source in found(url, f"{scheme}://b/in/0.jsonl").sources] == ["0"]
