@@ -10,6 +10,8 @@ from importlib.metadata import entry_points
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from hsx_dist.config.secrets import hide_secrets
+
 if TYPE_CHECKING:
     from hsx_dist.config.models import ExtractConfig, InputConfig
 
@@ -41,8 +43,8 @@ _FALSE_TEXTS = frozenset({"false", "no", "off"})
 def texts_for_false(setting: str, values: Mapping[str, Any], texts: Set[str] = _FALSE_TEXTS) -> list[str]:
     """Return a line for each value of a mapping that is a text for false. Libraries would read it as true."""
     return [
-        f"{setting}.{name}: expected a boolean, got a text, which counts as true. Write it without quotes and without "
-        "${env:NAME}"
+        f"{setting}.{hide_secrets(str(name))}: expected a boolean, got a text, which counts as true. Write it without "
+        "quotes and without ${env:NAME}"
         for name, value in values.items()
         if isinstance(value, str) and value.strip().lower() in texts
     ]

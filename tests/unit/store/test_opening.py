@@ -179,11 +179,14 @@ def test_a_credential_is_text(name: str, value: object) -> None:
         find_input(InputConfig.model_construct(path="s3://b/x.jsonl", storage_options=options))
 
 
-@pytest.mark.parametrize("options", [{"anon": "false"}, {"use_ssl": "No"}, {"client_kwargs": {"verify": "off"}}])
+@pytest.mark.parametrize(
+    "options", [{"anon": "false"}, {"use_ssl": "No"}, {"client_kwargs": {"verify": "off"}}, {"me:s3cret@h": "no"}]
+)
 def test_a_text_for_false_is_refused(options: dict[str, object]) -> None:
     """s3fs would read without credentials for ``anon: "false"``."""
-    with pytest.raises(ConfigError, match=r"^storage_options\..*: expected a boolean, got a text"):
+    with pytest.raises(ConfigError, match=r"^storage_options\..*: expected a boolean, got a text") as refused:
         open_store("s3://bucket/x", options)
+    assert "s3cret" not in str(refused.value)
     with pytest.raises(ConfigError, match=r"^storage_options\..*: expected a boolean, got a text"):
         find_input(InputConfig(path="s3://bucket/x.jsonl", storage_options=options))
 
