@@ -52,8 +52,8 @@ _PARAMETER = re.compile(r"([?&;#])([^=&;#?\s]+)=")
 _USER = re.compile(r"[^/?#\\\s'\"<>()\[\]{},;`|]*@")
 #: A character that ends a URL in prose. Behind a comma redaction finds an address.
 _ENDS_URL = re.compile(r"[\s'\"<>,]")
-#: A web server's URL without user, password and query: its two parts.
-_WEB = re.compile(r"([^:/?#]*://)(?:[^/?#]*@)?([^?]*)", re.DOTALL)
+#: A web server's URL without user, password and query: its scheme, its host, and its path with one slash before it.
+_WEB = re.compile(r"([^:/?#]*://)(?:[^/?#]*@)?([^/?]*/*?)((?:/[^/?][^?]*)?)(?:\?|\Z)", re.DOTALL)
 _ODD_AUTHORITY = re.compile(rf"(?!({'|'.join(sorted(_NO_HOST))})://)[^:]*://[^/]*[ \\\uff20\ufe6b]", re.IGNORECASE)
 _BUCKET = re.compile(r"[^:@]*|arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d{12}:(accesspoint(:[a-z0-9.-]+)?|outpost)")
 #: ``github://ORG:REPOSITORY@REF``, as fsspec spells it. GitHub's tokens have known prefixes.
@@ -245,8 +245,7 @@ def web_path(url: str) -> str:
     found = _WEB.match(url)
     if found is None:
         return public_url(url)
-    host, slash, path = found[2].partition("/")
-    named = found[1] + host + public_url(slash + path)  # the path may have a URL with credentials in it
+    named = found[1] + found[2] + public_url(found[3])  # the path may have a URL with credentials in it
     return re.split("[;#]", named, maxsplit=1)[0] if is_signed_url(named) else named
 
 

@@ -86,7 +86,8 @@ def test_a_row_is_named_by_its_file_and_not_by_a_users_or_a_querys_at_sign(
 
 
 @pytest.mark.parametrize(
-    "path", ["", "/", "/a.jsonl", "/a@b.jsonl", "/a;b=1/c.txt", "/a;token=b", "/a#sig=b", "/a#b.txt", "/x?a=b"]
+    "path",
+    ["", "/", "/a.jsonl", "/a@b.jsonl", "/a;b=1/c.txt", "/a;token=b", "/a#sig=b", "/a#b.txt", "/x?a=b", "//a:b@c"],
 )
 @pytest.mark.parametrize("host", ["h", "h.example:9000", "127.0.0.1:80", "[::1]:80", "h/https://h"])
 def test_the_name_of_a_url_without_a_user_is_its_public_form(host: str, path: str) -> None:
