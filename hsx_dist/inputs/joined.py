@@ -120,7 +120,7 @@ def _refuse_joined(file: io.RawIOBase, gap: int, magic: bytes, before: int, ends
 
 
 def refuse_joined_zip(archive: ZipFile) -> None:
-    """Raise ConfigError if a zip file follows another one in a file.
+    """Raise ConfigError if a zip file follows another one in a file, which may be behind a program.
 
     Other bytes before a zip file, such as the program of a self-extractor, are accepted. So are bytes of members that
     the directory does not name.
@@ -130,11 +130,13 @@ def refuse_joined_zip(archive: ZipFile) -> None:
     if first == 0:
         return
     file.seek(0)
-    if file.read(len(_ZIP_BEGIN)) != _ZIP_BEGIN:
-        return
+    is_zip = file.read(len(_ZIP_BEGIN)) == _ZIP_BEGIN
     file.seek(max(first - _MOST_ZIP_END, 0))
-    if _ZIP_END in file.read(min(first, _MOST_ZIP_END)):
-        raise ConfigError(
-            "input.path: expected one zip file, got several that were joined one after the other. zipfile reads only "
-            "the last one. Store them as different files, or extract them"
-        )
+    data = file.read(min(first, _MOST_ZIP_END))
+    for end in (found.start() for found in re.finditer(_ZIP_END, data)):
+        comment = int.from_bytes(data[end + 20 : end + 22], "little")
+        if is_zip or end + 22 + comment == len(data):
+            raise ConfigError(
+                "input.path: expected one zip file, got several that were joined one after the other. zipfile reads "
+                "only the last one. Store them as different files, or extract them"
+            )

@@ -116,11 +116,14 @@ def test_joined_zip_files_are_refused(tmp_path: Path) -> None:
         _read(f"zip://*.jsonl::{path}")
 
 
-@pytest.mark.parametrize("program", [b"MZ" + bytes(100_000), b"#!/bin/sh\nexit\n"])
+@pytest.mark.parametrize("program", [b"MZ" + bytes(100_000), b"#!/bin/sh\nexit\n", b"MZ PK\5\6 PK\1\2"])
 def test_a_zip_file_behind_a_program_is_read(tmp_path: Path, program: bytes) -> None:
     path = tmp_path / "in.zip"
     path.write_bytes(program + _zipped("a.jsonl"))
     assert _read(f"zip://*.jsonl::{path}") == 1
+    path.write_bytes(program + _zipped("a.jsonl") + _zipped("b.jsonl"))
+    with pytest.raises(ConfigError, match=_JOINED):
+        _read(f"zip://*.jsonl::{path}")
 
 
 def test_a_zip_file_without_its_first_member_is_read(tmp_path: Path) -> None:
