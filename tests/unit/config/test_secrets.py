@@ -547,7 +547,7 @@ def test_characters_that_libraries_drop_do_not_hide_a_credential(url: str) -> No
 @pytest.mark.parametrize(
     "url",
     [
-        *(f"s3://b/x{c}y" for c in "\t\n\r\0\x1b\x7f\x85\u2028\u3000\u200b"),
+        *(f"s3://b/x{c}y" for c in "\t\n\r\x1b\x7f\x85\u2028\u3000\u200b"),
         *(
             "s3://b b/x",
             "s3://b/x ",
