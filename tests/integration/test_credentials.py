@@ -128,6 +128,7 @@ def container_role(patch, server, issuer, tmp_path):
 def instance_role(patch, server, issuer, tmp_path):
     patch.delenv("AWS_EC2_METADATA_DISABLED")
     patch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"{issuer}/")
+    patch.setenv("AWS_METADATA_SERVICE_TIMEOUT", "30")  # botocore waits a second, which a busy machine may need
     return {"endpoint_url": server.endpoint_url}, ("ASIAINSTANCE", "us-east-1", "role-token")
 
 
