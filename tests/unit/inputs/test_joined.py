@@ -15,6 +15,7 @@ import pytest
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.inputs import joined
 from hsx_dist.inputs.joined import refuse_joined_arrow
 from hsx_dist.inputs.rows import Row, read_rows
 
@@ -100,6 +101,12 @@ def test_a_text_with_the_magics_is_read(tmp_path: Path) -> None:
     path.write_bytes(_parquet(texts, **options) * 2)
     with pytest.raises(FormatError, match=_JOINED):
         _read(path)
+
+
+def test_few_places_are_looked_at() -> None:
+    looked: list[int] = []
+    joined._refuse_joined(io.BytesIO(b"PAR1" * 10_000), 39_000, b"PAR1PAR1", 4, lambda at: bool(looked.append(at)))
+    assert len(looked) == joined._MOST_PLACES
 
 
 def _zipped(name: str) -> bytes:
