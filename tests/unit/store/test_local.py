@@ -388,7 +388,7 @@ def test_folders_in_very_many_levels_are_listed_or_a_typed_error(tmp_path: Path)
         skipped: list[str] = []
         assert [info.name for info in store.list_readable(skipped.append)] == ["a-first", "z"]
         assert list(store.unfinished(0, skipped.append)) == []
-        assert skipped == [("a/" * 2048)[:-1]] * 2
+        assert skipped == [("a/" * 2048)[:-1], ("a/" * 2049)[:-1]]
     finally:  # pytest cannot delete so many levels
         subprocess.run(["rm", "-rf", str(tmp_path / "a")], check=True)
 
