@@ -38,7 +38,7 @@ def free_ports(n: int, *, twin: int = 0) -> list[int]:
 
 def _reserve(port: int) -> bool:
     """Lock the file of ``port`` until this process ends. False if a process has it."""
-    folder = Path(tempfile.gettempdir(), "hsx-test-ports")
+    folder = Path(tempfile.gettempdir(), f"hsx-test-ports-{os.getuid()}")
     folder.mkdir(exist_ok=True)
     fd = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
     try:
