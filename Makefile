@@ -28,7 +28,7 @@ check: $(READY)  ## lint, format, types, language, quick unit tests: about two m
 	$(BIN)/mypy
 	$(BIN)/pytest -q -n 2 -m "not slow" tests/unit
 
-test: $(READY)  ## all tests with real vLLM, Ray, S3 and GCS servers: at most 35 minutes
+test: $(READY)  ## all tests with real vLLM, Ray, S3 and GCS servers: half an hour to an hour
 	$(BIN)/pytest -q -n 2 tests/unit
 	$(BIN)/python -m scripts.trainers
 	$(BIN)/pytest -n 2 --dist loadfile -m "not pages" tests/integration

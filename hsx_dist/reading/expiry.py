@@ -23,7 +23,6 @@ from hsx_dist.reading.garbage import require_gone
 from hsx_dist.reading.object_lock import exclusive_lock
 from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.base import Conditional, Folders, check_name, not_conditional, probed
-from hsx_dist.text import printable
 
 log = get_logger(__name__)
 
@@ -54,7 +53,7 @@ class Failures:
             if self._in_a_row == self._MOST:
                 raise
             self.names.append(name)
-            log.warning("gc leaves an object that has an error: name=%s error=%s", printable(name), e)
+            log.warning("gc leaves an object that has an error: name=%s error=%s", name, e)
         else:
             self._in_a_row = 0
 

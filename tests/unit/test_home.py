@@ -32,7 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-@pytest.mark.parametrize("name", ["./~/x", "./~", "~nobody-has-this-name.jsonl", "~old/x", "a/~/x", "././~root/x"])
+@pytest.mark.parametrize("name", ["./~/x", "./~", "~unknown-user.jsonl", "~old/x", "a/~/x", "././~root/x"])
 def test_a_name_stays_a_name(home: Path, name: str) -> None:
     assert with_home(name) == Path(name)
     assert not with_home(name).is_absolute()

@@ -18,6 +18,7 @@ from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import store_run
+from tests.harness.users import as_root
 
 RANGES = [(i * 1000, i * 1000 + 1000) for i in range(64)]
 
@@ -129,7 +130,7 @@ def _plant(folder: Path, store: CachedStore, kind: str, victim: Path) -> None:
         os.chown(path if kind == "file" else path.parent, 65534, 65534)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
+@as_root
 @pytest.mark.parametrize("kind", ["fifo", "link", "folder link", "file", "folder"])
 def test_files_of_another_user_are_neither_read_nor_changed(tmp_path: Path, kind: str) -> None:
     inner, folder, victim = filled(), tmp_path / "c", tmp_path / "victim"

@@ -20,9 +20,9 @@ from hsx_dist.store import open_store
 from hsx_dist.store.folders import private_folder
 from hsx_dist.store.local import LocalStore
 from tests.harness.runs import write_v1_run
+from tests.harness.users import as_root
 
 NOBODY = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
 
 
 @pytest.fixture
