@@ -272,10 +272,10 @@ class RowEncoder:
     ) -> tuple[list[int], bytes]:
         left = _MAX_RENDERED
 
-        def render(some: list[dict[str, Any]], header: bool) -> str:
+        def render(some: list[dict[str, Any]], header: bool, tools: list[Any] | None = None) -> str:
             nonlocal left
             changed = {**options, "add_generation_prompt": header, "continue_final_message": False}
-            text = str(self.tokenizer.apply_chat_template(some, tokenize=False, **changed))
+            text = self._rendered(changed, some, tools)
             left -= len(text) + _MESSAGE_COST * len(some)
             if left < 0:  # all prefixes of a chat together grow with the square of its length
                 raise InputError(
@@ -287,7 +287,7 @@ class RowEncoder:
         encoded = self._tokenised(whole, **_AS_RENDERED, return_offsets_mapping=True)
         ids = _ints(encoded["input_ids"])
         self._check_length(len(ids))  # before prefixes are rendered, which takes minutes for a long row
-        spans = spans_of_roles(whole, messages, self.rules.loss_roles or (), render)
+        spans = spans_of_roles(whole, messages, self.rules.loss_roles or (), render, options.get("tools"))
         return ids, mask_of_spans(whole, ids, encoded["offset_mapping"], spans, self._special)
 
     def _require_known(self, ids: list[int], *, given: bool) -> None:

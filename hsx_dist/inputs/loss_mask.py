@@ -9,15 +9,14 @@ turns). Then the message ends where the whole chat no longer matches the end of 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from hsx_dist.errors import InputError
-from hsx_dist.inputs.rendered import has_end_of, texts_of
+from hsx_dist.inputs.rendered import has_end_of, marks_in, texts_of, with_marks
 from hsx_dist.inputs.row_values import shown
 
-#: (messages, whether the header of an answer follows them) → text
-Render = Callable[[list[dict[str, Any]], bool], str]
 #: Characters of Unicode's private area, which no template changes. A character that the chat lacks replaces a message's
 #: text to find where the text begins.
 _MARKS = [chr(code) for code in range(0xE000, 0xF900)]
@@ -27,19 +26,31 @@ _FLAGS = ("weight", "train", "training", "loss", "trainable")
 _TAIL = 20
 
 
+class Render(Protocol):
+    def __call__(self, messages: list[dict[str, Any]], header: bool, tools: list[Any] | None = None, /) -> str:
+        """Render ``messages``, and the header of an answer after them. ``tools`` replace the row's."""
+
+
 def spans_of_roles(
-    whole: str, messages: list[dict[str, Any]], roles: Sequence[str], render: Render
+    whole: str,
+    messages: list[dict[str, Any]],
+    roles: Sequence[str],
+    render: Render,
+    tools: list[Any] | None = None,
 ) -> list[tuple[int, int]]:
     """Return the characters ``[start, stop)`` of ``whole`` of each message with one of ``roles``, in order.
 
     An assistant's message begins after the header with which the template asks the model to answer. Another role's
-    message begins with its header. The chat's first message begins with its text, unless it is a system message: the
-    template may write a default system message before it.
+    message begins with its header. It begins with its text if the template writes text of another message, or the
+    tools, behind that header: templates of Gemma 3, Llama 2 and Mistral join the system's text with the first user
+    message. The chat's first message begins with its text, unless it is a system message: the template may write a
+    default system message before it.
 
     A message with 0 in one of ``_FLAGS`` is left out.
 
     Raises:
-        InputError: the template renders a prefix in a way that cannot be found in the whole chat. A flag is not 0 or 1.
+        InputError: the template renders a prefix in a way that cannot be found in the whole chat. It writes text of
+            another message into or behind a message's text. A flag is not 0 or 1.
     """
     found = []
     for i, message in enumerate(messages):
@@ -52,9 +63,12 @@ def spans_of_roles(
                 "within the whole, got another text: some templates add a text at the end of each chat, as Phi-3's "
                 "adds <|endoftext|>. Give the row a loss_mask"
             )
-        start = len(before) if i or message["role"] == "system" else _start_of_text(whole, messages, render)
         if message["role"] == "assistant" and i:
-            start = _after_header(whole, messages[:i], start, render)
+            start = _after_header(whole, messages[:i], len(before), render)
+        elif _begins_with_header(messages[: i + 1], tools, render):
+            start = len(before)
+        else:
+            start = _start_of_text(whole, messages, i, render)
         through = render(messages[: i + 1], False)
         length = _length(through, whole, start, first=not i)
         if not _is_whole(message, whole[start : start + length], through[start:]):
@@ -79,15 +93,52 @@ def _is_trained(message: dict[str, Any], i: int) -> bool:
     return all(flags.values())
 
 
-def _start_of_text(whole: str, messages: list[dict[str, Any]], render: Render) -> int:
-    """Return where the text of the first message begins in ``whole``."""
+def _begins_with_header(messages: list[dict[str, Any]], tools: list[Any] | None, render: Render) -> bool:
+    """Whether the last message begins with its header. False: what precedes its text is not its own."""
+    *earlier, message = messages
+    i = len(earlier)
+    if not earlier:
+        return message["role"] == "system"
+    marked = with_marks(messages, tools)
+    others = {mark for marks in (*marked.texts[:i], *marked.calls[:i], marked.tool_names) for mark in marks}
+    try:
+        before = marks_in(render(marked.messages[:i], False, marked.tools))
+        through = marks_in(render(marked.messages, False, marked.tools))
+    except (InputError, MemoryError):
+        raise
+    except Exception:  # noqa: BLE001 - the template needs the texts themselves
+        joined, first = _adds_text_of(earlier, message, render), False
+    else:
+        last = dict(through)
+        added = Counter(mark for mark, _ in through) - Counter(mark for mark, _ in before)
+        places = [last[mark] for mark in added if mark in others]
+        own = [at for mark, at in through if mark in marked.texts[i]]
+        joined, first = bool(places), bool(own) and max(places, default=-1) < min(own)
+    if joined and not first:
+        raise InputError(
+            f"loss_roles: expected a chat template that renders message {i} (role {shown(message['role'])}) "
+            "behind all others, got text of another message, or a tool, in it or behind it. Give the row a loss_mask"
+        )
+    return not joined
+
+
+def _adds_text_of(earlier: list[dict[str, Any]], message: dict[str, Any], render: Render) -> bool:
+    """Whether the template writes a text of ``earlier`` with ``message``."""
+    before, through = render(earlier, False), render([*earlier, message], False)
+    own = "\n".join(texts_of(message.get("content")))
+    texts = {text.strip() for other in earlier for text in texts_of(other.get("content"))}
+    return any(through.count(text) > before.count(text) + own.count(text) for text in texts)
+
+
+def _start_of_text(whole: str, messages: list[dict[str, Any]], i: int, render: Render) -> int:
+    """Return where the text of message ``i`` begins in ``whole``."""
     mark = _mark(whole)
-    marked = render([{**messages[0], "content": mark}, *messages[1:]], False)
+    marked = render([*messages[:i], {**messages[i], "content": mark}, *messages[i + 1 :]], False)
     start = marked.find(mark)
     if start < 0 or not whole.startswith(marked[:start]):
         raise InputError(
-            "loss_roles: expected to find the text of message 0 in the rendered chat, got a template that renders it "
-            "differently. Give the row a loss_mask"
+            f"loss_roles: expected to find the text of message {i} in the rendered chat, got a template that renders "
+            "it differently. Give the row a loss_mask"
         )
     return start
 

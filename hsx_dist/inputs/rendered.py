@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from secrets import SystemRandom
 from string import ascii_lowercase
 from typing import Any
@@ -47,6 +48,36 @@ def texts_of(content: Any) -> list[str]:
     return [text for text in map(_text_of, parts) if text]
 
 
+@dataclass(frozen=True)
+class Marked:
+    """A chat and its tools with a mark in place of each text and of each function's name."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    #: Marks of each message's texts, in order.
+    texts: list[list[str]]
+    #: Marks of the functions that each message calls, in order.
+    calls: list[list[str]]
+    tool_names: list[str]
+
+
+def with_marks(messages: list[dict[str, Any]], tools: list[Any] | None) -> Marked:
+    """Replace the texts of ``messages``, and the functions' names of calls and ``tools``, by marks."""
+    texts = [_marks(i, message.get("content")) for i, message in enumerate(messages)]
+    marked = [
+        {**m, "content": _marked(m["content"], iter(own))} if own else m for m, own in zip(messages, texts, strict=True)
+    ]
+    calls = [_with_names(m.get("tool_calls"), f"{i}c") for i, m in enumerate(messages)]
+    marked = [{**m, "tool_calls": new} if named else m for m, (new, named) in zip(marked, calls, strict=True)]
+    marked_tools, tool_names = _with_names(tools, "0f")
+    return Marked(marked, marked_tools, texts, [names for _, names in calls], tool_names)
+
+
+def marks_in(text: str) -> list[tuple[str, int]]:
+    """Return the marks in a rendered chat and their places, in order."""
+    return [(match[0], match.start()) for match in _FOUND.finditer(text)]
+
+
 def require_rendered(
     messages: list[dict[str, Any]], tools: list[Any] | None, render: RenderWithTools
 ) -> list[Text] | None:
@@ -72,15 +103,9 @@ def require_rendered(
     _require_few(messages, tools)
     if any(message.get("content") is None for message in messages):
         _require_no_none(messages, tools, render)
-    marks = [_marks(i, message.get("content")) for i, message in enumerate(messages)]
-    marked = [
-        {**m, "content": _marked(m["content"], iter(own))} if own else m for m, own in zip(messages, marks, strict=True)
-    ]
-    calls = [_with_names(m.get("tool_calls"), f"{i}c") for i, m in enumerate(messages)]
-    marked = [{**m, "tool_calls": new} if named else m for m, (new, named) in zip(marked, calls, strict=True)]
-    marked_tools, tool_names = _with_names(tools, "0f")
+    marked = with_marks(messages, tools)
     try:
-        text = render(marked, marked_tools)
+        text = render(marked.messages, marked.tools)
     except MemoryError:
         raise  # not the row's fault
     except Exception:  # noqa: BLE001 - the template needs the texts themselves: what it leaves out is unknown
@@ -90,20 +115,20 @@ def require_rendered(
             "expected the content of messages as text, which is all that the chat template renders, got parts. "
             "Join the texts of the parts"
         )
-    found = dict.fromkeys(_FOUND.findall(text)).keys()  # in order, each at its first place
+    found = dict.fromkeys(mark for mark, _ in marks_in(text)).keys()  # in order, each at its first place
     for i, message in enumerate(messages):
         what = f"message {i} (role {shown(message['role'])}, content: {kind_of(message.get('content'))})"
-        if not message.get("tool_calls") and texts_of(message.get("content")) and not found >= set(marks[i]):
+        if not message.get("tool_calls") and texts_of(message.get("content")) and not found >= set(marked.texts[i]):
             raise InputError(
                 f"expected a chat template that renders every message, got a template that leaves out text of {what}. "
                 "Remove the message, correct its role, or join the texts of its parts"
             )
-        if not found >= set(calls[i][1]):
+        if not found >= set(marked.calls[i]):
             raise InputError(
                 f"expected a chat template that renders tool calls, got a template that leaves out a call of {what}. "
                 "Use a chat template with tools, or write the call as text"
             )
-    if not found >= set(tool_names):
+    if not found >= set(marked.tool_names):
         raise InputError(
             "expected a chat template that renders tools, got a template that leaves them out. Use a chat template "
             "with tools, or remove the tools"
@@ -111,7 +136,7 @@ def require_rendered(
     # A list of blank parts has a mark and no text.
     texts = dict(
         item
-        for own, text in zip(marks, _texts_by_message(messages), strict=True)
+        for own, text in zip(marked.texts, _texts_by_message(messages), strict=True)
         for item in zip(own, text, strict=False)
     )
     return [texts[mark] for mark in found if mark in texts]

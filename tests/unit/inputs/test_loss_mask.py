@@ -160,6 +160,72 @@ def test_other_roles(tokenizer: Any) -> None:
     assert len(said(tokenizer, CHATML, [SYSTEM, *CHAT], ("system", "assistant"))) == 3
 
 
+# Llama 2: the system's text is in the first user turn, between two marks.
+LLAMA2 = (
+    "{% set ns = namespace(first='') %}{% if messages[0].role == 'system' %}"
+    "{% set ns.first = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}{% set messages = messages[1:] %}"
+    "{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '<bos>[INST] ' + (ns.first if loop.first else '') + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + '<|eot|>' }}{% endif %}{% endfor %}"
+)
+# Mistral: tools before the first user turn and before a user turn at the end, the system's text in the first.
+MISTRAL = (
+    "{% set ns = namespace(first='') %}{{ '<bos>' }}{% if messages[0].role == 'system' %}"
+    "{% set ns.first = messages[0].content + '\n\n' %}{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if tools and (loop.first or loop.last) %}{{ '[TOOLS] ' + tools | tojson + '[/TOOLS]' }}{% endif %}"
+    "{{ '[INST] ' + (ns.first if loop.first else '') + m.content + '[/INST]' }}"
+    "{% else %}{{ ' ' + m.content + '<|eot|>' }}{% endif %}{% endfor %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "header"),
+    [
+        (GEMMA, "<end_of_turn>", "<start_of_turn>user\n"),
+        (LLAMA2, " [/INST]", "<bos>[INST] "),
+        (MISTRAL, "[/INST]", "[INST] "),
+    ],
+)
+@pytest.mark.parametrize("roles", [("user",), ("assistant", "user")])
+def test_the_systems_text_in_a_user_turn_is_not_in_the_loss(
+    tokenizer: Any, template: str, end: str, header: str, roles: tuple[str, ...]
+) -> None:
+    text = "".join(said(tokenizer, template, [SYSTEM, *CHAT], roles))
+    assert SYSTEM["content"] not in text
+    assert text.startswith(CHAT[0]["content"] + end)
+    assert header + CHAT[2]["content"] + end in text
+
+
+@pytest.mark.parametrize("chat", [[SYSTEM, *CHAT[:3]], CHAT[:3], CHAT[:1], [SYSTEM, CHAT[0]]])
+def test_tools_before_a_user_turn_are_not_in_the_loss(tokenizer: Any, chat: list[dict[str, Any]]) -> None:
+    tokenizer.chat_template = MISTRAL
+    row = Row("k", 0, messages=chat, tools=TOOLS)
+    got = RowEncoder(tokenizer, 500, rules=RowRules(loss_roles=("user",))).encode(row)
+    text = tokenizer.decode([t for t, counts in zip(got.token_ids, got.loss_mask or [], strict=True) if counts])
+    # A header's blank may be one token with the first word.
+    assert text.replace("] ", "]") == "".join(m["content"] + "[/INST]" for m in chat if m["role"] == "user")
+
+
+def test_text_of_another_message_behind_a_message_is_refused(tokenizer: Any) -> None:
+    template = (
+        "{% for m in messages if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% if loop.first and messages[0].role == 'system' %}{{ ' ' + messages[0].content }}{% endif %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    with pytest.raises(InputError, match=r"message 1 \(role 'user'\) behind all others, got text of another message"):
+        said(tokenizer, template, [SYSTEM, *CHAT], ("user",))
+
+
+def test_a_template_that_needs_the_texts_and_joins_them_is_refused(tokenizer: Any) -> None:
+    needs = "{% if messages[0].content != 'Be brief.' %}{{ raise_exception('x') }}{% endif %}"
+    assert len(said(tokenizer, needs + CHATML, [SYSTEM, *CHAT], ("user",))) == 2
+    with pytest.raises(InputError, match=r"message 1 \(role 'user'\) behind all others, got text of another message"):
+        said(tokenizer, needs + GEMMA, [SYSTEM, *CHAT], ("user",))
+
+
 # SmolLM2 and Qwen2.5: without a system message, the template writes a default one.
 DEFAULT = "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}" + CHATML
 
