@@ -204,11 +204,13 @@ def test_pyarrow_alone_would_unpickle_it(tmp_path: Path, trap: Trap) -> None:
 @pytest.mark.parametrize("form", WRITERS)
 @pytest.mark.usefixtures("ray_types")
 def test_ray_datas_types_unpickle_neither_metadata_nor_values(tmp_path: Path, trap: Trap, form: str) -> None:
-    for name in RAY_METADATA:
-        for where, table in hostile(name, trap.pickle).items():
+    first, *others = RAY_METADATA
+    for name, places in [(first, PLACES), *((name, PLACES[:1]) for name in others)]:
+        tables = hostile(name, trap.pickle)
+        for where in places:
             folder = tmp_path / f"{name} {where}"
             folder.mkdir()
-            check(read(WRITERS[form](folder, table)), where)
+            check(read(WRITERS[form](folder, tables[where])), where)
             assert not trap.sprung()
     tables = hostile(RAY_VALUES, b"", trap.pickle)
     kind = marked(pa.field("text", pa.large_binary()), RAY_VALUES, b"")

@@ -395,7 +395,7 @@ def test_an_expansion_without_end_is_an_error(tmp_path: Path, ending: str, monke
     monkeypatch.setattr(allowance, "FREE_BYTES", 1 << 20)
     pack = {"xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress, "bz2": bz2.compress}[ending]
     path = tmp_path / f"a.jsonl.{ending}"
-    path.write_bytes(pack(b'{"text":"a"}\n' * 1_000_000))
+    path.write_bytes(pack(b'{"text":"%s"}\n' % (b"a" * 1000) * 10_000))
     with pytest.raises(FormatError, match="for each stored byte"):
         for _ in read_rows(InputConfig(path=str(path))):
             pass

@@ -228,17 +228,17 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_only_a_batch_is_held(tmp_path: Path) -> None:
-    """Two hundred times the rows need no more of Arrow's memory."""
+    """Fifty times the rows need no more of Arrow's memory."""
     import pyarrow.parquet as pq
 
     peaks = []
-    for n in (1_000, 200_000):
+    for n in (1_000, 50_000):
         path = tmp_path / f"{n}.parquet"
         schema = pa.schema([("text", pa.string()), ("id", pa.string())])
         with pq.ParquetWriter(path, schema) as writer:
-            for at in range(0, n, 10_000):
-                part = range(at, min(at + 10_000, n))
-                writer.write_table(pa.table({"text": [f"row {i} " * 9 for i in part], "id": [str(i) for i in part]}))
+            for at in range(0, n, 5_000):
+                part = range(at, min(at + 5_000, n))
+                writer.write_table(pa.table({"text": [f"row {i} " * 90 for i in part], "id": [str(i) for i in part]}))
         most = 0
         for i, _ in enumerate(read_rows(InputConfig(path=str(path), id=None))):
             if i % 997 == 0:
