@@ -229,7 +229,9 @@ def test_a_row_that_the_engine_refuses_fails_alone_and_runs_after_correction(tin
 
 def test_sampling_parameters_that_the_engine_refuses_raise_and_refuse_no_row(tiny_model_path, tmp_path):
     """vLLM checks some of them at each request only. A refused row would stay refused with other parameters."""
-    run = partial(hsx_dist.extract, ["a"], model=str(tiny_model_path), output=tmp_path / "run")
+    run = partial(
+        hsx_dist.extract, ["a"], model=str(tiny_model_path), output=tmp_path / "run", engine_kwargs=ENGINE, layers=[1]
+    )
     with pytest.raises(EngineError, match=r"sampling_params: expected those that this engine accepts, .* logprobs"):
         run(sampling_params={"logprobs": 50})
     assert len(run().keys()) == 1
