@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -12,6 +10,8 @@ from platformdirs import user_cache_path
 from hsx_dist.errors import ConfigError
 from hsx_dist.home import with_home
 from hsx_dist.models import smollm2 as _smollm2
+from hsx_dist.store.folders import opened
+from hsx_dist.store.unfinished_folder import unfinished_folder
 
 SMOLLM2 = "builtin:smollm2-135m-instruct"
 _FOLDER = "smollm2-135m-instruct-1"  # the number changes when a build would differ
@@ -43,17 +43,16 @@ def smollm2(cache: Path | None = None) -> Path:
 
 def _build(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{_FOLDER}-", dir=folder.parent))
-    try:
-        _smollm2.build(building)
-        building.chmod(0o755)
+    with opened(folder.parent) as cache, unfinished_folder(cache, f".{_FOLDER}-") as new:
+        _smollm2.build(new.path)
+        for path in new.path.iterdir():
+            new.complete(path.name)
+        os.fchmod(new.fd, 0o755)
         try:
-            building.rename(folder)
+            new.move_whole(cache, folder.name)
         except OSError:
             if not folder.is_dir():  # another process was faster: rename never replaces a folder that is not empty
                 raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
 
 
 def resolve_model(name: str) -> str:

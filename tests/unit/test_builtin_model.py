@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,33 @@ from hsx_dist.models import builtin, smollm2
 def test_a_misspelt_name_is_refused_with_the_models_name() -> None:
     with pytest.raises(ConfigError, match=r"got 'builtin:smollm2'\. Use builtin:smollm2-135m-instruct$"):
         builtin.resolve_model("builtin:smollm2")
+
+
+def test_a_neighbour_who_replaces_the_unfinished_model_redirects_no_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, cache = tmp_path / "home", tmp_path / "cache"
+    home.mkdir(mode=0o700)
+
+    def build(folder: Path) -> None:
+        for left in cache.iterdir():
+            left.rename(tmp_path / "moved")
+            left.symlink_to(home)
+        (folder / "model.safetensors").touch(0o600)
+
+    monkeypatch.setattr(smollm2, "build", build)
+    before = os.umask(0o022)
+    try:
+        folder = builtin.smollm2(cache)
+    finally:
+        os.umask(before)
+    assert not list(home.iterdir())
+    assert home.stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.stat().st_mode & 0o777 for path in [folder, *folder.iterdir()]} == {
+        folder.name: 0o755,
+        "model.safetensors": 0o644,
+    }
+    assert not folder.is_symlink()
 
 
 def test_a_missing_package_is_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "store": {"errors", "config", "home", "logger", "text"},
     "format": {"errors", "lazy", "page", "config", "store", "logger", "text"},
     "reading": {"config", "errors", "lazy", "layers", "memory", "page", "store", "format", "logger", "text"},
-    "models": {"errors", "home", "text"},
+    "models": {"errors", "home", "store", "text"},
     "model_parts": {"errors", "home", "isa", "logger", "models", "page", "format", "reading", "text"},
     "exporting": {"errors", "model_parts", "page", "layers", "format", "reading", "store", "text"},
     "ray_arguments": {"config", "errors"},
