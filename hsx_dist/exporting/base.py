@@ -109,6 +109,8 @@ class Exporter(Protocol):
     def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
         """Write the file. ``items``: items of a ``HiddenStatesDataset`` with torch tensors of ``layers``, read lazily.
 
+        ``path``: a new file of the name that ``file`` returned, in a private folder. ``export_run`` moves it.
+
         Raises:
             SampleLeftOut: the trainer refuses the sample; only exporters with one sample per file.
         """
@@ -116,7 +118,7 @@ class Exporter(Protocol):
     def finish(self, run: Run, new: Path) -> None:
         """Write the trainer's files for the whole data set into the empty folder ``new``.
 
-        Called after all files of samples exist in ``new.parent``. ``export_run`` moves the new files there, and
+        Called after all files of samples exist in the destination. ``export_run`` moves the new files there, and
         ``last_file`` as the last one.
         """
 

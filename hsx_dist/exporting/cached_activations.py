@@ -71,9 +71,8 @@ class SaeLensExporter(Exporter):
             writer.finalize()
 
     def finish(self, run: Run, new: Path) -> None:
-        names = (self.file(first) for first in range(0, len(run), self.per_file))
         # The files are not opened: they may be of others, and Arrow gives their bytes to registered extension types.
-        files = [name for name in names if (new.parent / name).exists()]
+        files = [self.file(first) for first in range(0, len(run), self.per_file)]
         write_folder(new, files, self._features(), run.id, None)
 
     def _features(self) -> Any:

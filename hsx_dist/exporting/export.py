@@ -6,20 +6,18 @@ import importlib
 import json
 import math
 import os
-import re
-import shutil
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting.base import LAYER_IDS, Exporter, ExportOptions, SampleLeftOut, require_hidden_states
-from hsx_dist.exporting.destination import make_folder, remove_unfinished, unfinished
+from hsx_dist.exporting.destination import folder_below
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.arguments import path_text, whole
 from hsx_dist.reading.column import is_mean
@@ -30,6 +28,7 @@ from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.select import Selection
 from hsx_dist.reading.whole import require_whole
 from hsx_dist.store.output_file import regular_file, writable
+from hsx_dist.store.unfinished_folder import UnfinishedFolder, remove_unfinished_folders, unfinished_folder
 from hsx_dist.text import shown_error
 
 _STATEMENT = "export.json"
@@ -42,8 +41,8 @@ _LARGEST_STATEMENT = 4 << 20
 #: Seconds that another process may take to write an ``export.json`` that it has created.
 _STATEMENT_S = 5.0
 _ENTRY_POINTS = "hsx_dist.exporters"
-#: Name of a folder with files for the whole data set that are not complete.
-_FINISHING = re.compile(r"\.finish-[0-9a-f]{32}")
+#: Begin the names of folders with files that are not complete: of samples, and for the whole data set.
+_NEW, _FINISHING = ".new-", ".finish-"
 #: Name → class, or its module and name: a trainer's packages are imported only for its export.
 EXPORTERS: dict[str, type[Exporter] | str] = {
     "vllm": "hsx_dist.exporting.vllm:VllmExporter",
@@ -121,7 +120,7 @@ def export_run(
     Raises:
         ConfigError: no such exporter; the run lacks hidden states or layers that the trainer needs; ``dest`` has
             another export or other files of the same names, or ignores their case.
-        ConfigError: a subfolder of ``dest`` is a link; ``dest`` cannot be written.
+        ConfigError: a subfolder of ``dest`` that gets files is a link; ``dest`` cannot be written.
         RunError: the run was removed during the export.
         FormatError, StoreError: errors of reading.
 
@@ -149,25 +148,20 @@ def export_run(
         _check_names(folder, (exporter.file(first) for first in firsts))
         own = {first: folder / exporter.file(first) for first in firsts[shard::shards]}
         todo = [first for first, path in own.items() if not _is_done(path)]
-        with run.place.reading():
-            for first, items in _batches(run, exporter, options, todo, prefetch_bytes):
-                make_folder(folder, _folder_of(exporter, first))
-                _write_whole(exporter, items, own[first])
+        if todo:
+            with run.place.reading(), folder_below(folder) as opened, unfinished_folder(opened, _NEW) as new:
+                for first, items in _batches(run, exporter, options, todo, prefetch_bytes):
+                    _write_whole(exporter, items, new, folder, exporter.file(first))
         finished = all(_is_done(folder / exporter.file(f)) for f in firsts)
         if finished:
-            # Trainers read every file with the suffix, also the unfinished files of killed processes.
-            for below in {"", *(_folder_of(exporter, first) for first in firsts)}:
-                remove_unfinished(folder, below)
-            if finish:
-                _finish(exporter, run, folder)
+            with folder_below(folder) as opened:
+                # Trainers read every file with the suffix, also the unfinished files of killed processes.
+                remove_unfinished_folders(opened, _NEW)
+                if finish:
+                    _finish(exporter, run, folder, opened)
         left_out = {first for first, path in own.items() if _left_out(path).exists()}
         written = len(set(todo) - left_out)
         return ExportReport(written, len(own) - len(left_out) - written, finished, len(left_out))
-
-
-def _folder_of(exporter: Exporter, first: int) -> str:
-    """Return the folder of a file, relative to the destination."""
-    return exporter.file(first).rpartition("/")[0]
 
 
 def exporter_of(name: str) -> type[Exporter]:
@@ -240,7 +234,7 @@ def _claim(folder: Path, statement: dict[str, Any], run: Run) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(statement, indent=1) + "\n"
     try:
-        _create(path, text)
+        _create(folder, text)
     except FileExistsError:
         there = _statement(path)
         if is_of_run(there.get("run_id"), run.place):
@@ -255,30 +249,25 @@ def _claim(folder: Path, statement: dict[str, Any], run: Run) -> None:
             ) from None
 
 
-def _sync(path: Path) -> None:
-    """Write the file to the disk. Otherwise a file with its final name may be empty after a crash of the machine."""
-    with open(path, "rb", opener=regular_file) as f:
-        os.fsync(f.fileno())
-
-
-def _create(path: Path, text: str) -> None:
-    """Create the file together with its content. Raises ``FileExistsError`` if it exists.
+def _create(dest: Path, text: str) -> None:
+    """Create ``export.json`` together with its content. Raises ``FileExistsError`` if it exists.
 
     A process that was killed between the two would leave an empty file, which later calls refuse.
     """
-    temporary = unfinished(path)
-    try:
-        temporary.write_text(text)
-        _sync(temporary)
-        try:
-            path.hardlink_to(temporary)
-        except FileExistsError:
-            raise
-        except OSError:  # no hard links here, or another process finished the export and removed unfinished files
-            with path.open("x") as f:
-                f.write(text)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with folder_below(dest) as folder:
+        # Another process may finish the export and remove the unfinished folder.
+        with suppress(FileNotFoundError), unfinished_folder(folder, _NEW) as new:
+            (new.path / _STATEMENT).write_text(text)
+            new.complete(_STATEMENT)
+            try:
+                new.link(_STATEMENT, folder)
+                return
+            except FileExistsError:
+                raise
+            except OSError:
+                pass  # no hard links here
+        with open(_STATEMENT, "x", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=folder)) as f:
+            f.write(text)
 
 
 def _statement(path: Path) -> dict[str, Any]:
@@ -364,29 +353,27 @@ def _as_the_first(item: dict[str, Any], sample: Sample, widths: dict[str, int]) 
     return item
 
 
-def _finish(exporter: Exporter, run: Run, folder: Path) -> None:
-    """Write the files for the whole data set, once. A trainer may read them while another call finishes the export."""
-    last = None if exporter.last_file is None else folder / exporter.last_file
+def _finish(exporter: Exporter, run: Run, dest: Path, folder: int) -> None:
+    """Write the files for the whole data set, once. A trainer may read them while another call finishes the export.
+
+    ``folder``: descriptor of ``dest``.
+    """
+    last = None if exporter.last_file is None else dest / exporter.last_file
     if last is not None and last.exists():
         return  # of the same export, as ``export.json`` says
-    new = folder / f".finish-{uuid4().hex}"
-    new.mkdir()
     try:
-        exporter.finish(run, new)
-        made = sorted(new.iterdir(), key=lambda path: path.name == exporter.last_file)
-        for path in made:
-            _sync(path)
-        for path in made:
-            path.replace(folder / path.name)
+        with unfinished_folder(folder, _FINISHING) as new:
+            exporter.finish(run, new.path)
+            made = sorted((path.name for path in new.path.iterdir()), key=lambda name: name == exporter.last_file)
+            for name in made:
+                new.complete(name)
+            for name in made:
+                new.move(name, folder, name)
     except FileNotFoundError:
         if last is None or not last.exists():  # another shard finished the export and removed this folder
             raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
     if last is not None:
-        for left in folder.glob(".finish-*"):
-            if _FINISHING.fullmatch(left.name):  # of killed processes
-                shutil.rmtree(left, ignore_errors=True)
+        remove_unfinished_folders(folder, _FINISHING)
 
 
 def _left_out(path: Path) -> Path:
@@ -398,22 +385,23 @@ def _is_done(path: Path) -> bool:
     return path.exists() or _left_out(path).exists()
 
 
-def _write_whole(exporter: Exporter, items: Iterable[dict[str, Any]], path: Path) -> None:
-    temporary = unfinished(path)
-    try:
+def _write_whole(
+    exporter: Exporter, items: Iterable[dict[str, Any]], new: UnfinishedFolder, dest: Path, file: str
+) -> None:
+    below, _, name = file.rpartition("/")
+    with folder_below(dest, below) as folder:
         try:
-            exporter.write(items, temporary)
-        except SampleLeftOut as e:
-            if exporter.per_file > 1:  # the other samples of the file would be left out too
+            path = new.path / name
+            try:
+                exporter.write(items, path)
+            except SampleLeftOut as e:
+                if exporter.per_file > 1:  # the other samples of the file would be left out too
+                    raise
+                path = _left_out(path)
+                path.write_text(f"{e}\n")
+            new.complete(path.name)
+            new.move(path.name, folder, path.name)
+        except Exception:
+            # Another process may have written the file, finished the export and removed the unfinished folder.
+            if not (new.is_removed() and _is_done(dest / file)):
                 raise
-            temporary.write_text(f"{e}\n")
-            path = _left_out(path)
-        try:
-            _sync(temporary)
-            temporary.replace(path)
-        except FileNotFoundError:
-            if not _is_done(path):  # another process wrote it, finished the export and removed unfinished files
-                raise
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -24,6 +24,7 @@ from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting import Exporter, ExportOptions, SampleLeftOut, export_run, register_exporter
 from hsx_dist.exporting.export import EXPORTERS, exporter_of
 from hsx_dist.exporting.specforge import DFlashExporter
+from hsx_dist.exporting.vllm import VllmExporter
 from hsx_dist.format.names import part_name
 from hsx_dist.format.place import open_place, start_run
 from hsx_dist.format.runs import load_manifest
@@ -538,11 +539,11 @@ def test_an_export_that_was_stopped_before_its_first_file_goes_on(
 ) -> None:
     """No space is left when ``export.json`` is written."""
 
-    def refused(*_: Any) -> Any:
+    def refused(*_: Any, **__: Any) -> Any:
         raise PermissionError
 
     if not links:  # as on some FUSE file systems
-        monkeypatch.setattr(Path, "hardlink_to", refused)
+        monkeypatch.setattr(os, "link", refused)
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, usual[1]))
     try:
@@ -600,41 +601,80 @@ def test_a_model_that_differs_from_the_runs_is_logged(model: Any, tmp_path: Path
 
 
 def test_a_finished_export_has_no_half_files_that_a_trainer_would_read(run: Run, tmp_path: Path) -> None:
-    for place in (tmp_path, tmp_path / "rows_0-2000"):
-        place.mkdir(exist_ok=True)
-        (place / f".new-{'0' * 32}.ckpt").write_bytes(b"half")
-        (place / ".new-chapter.tex").write_bytes(b"not of an export")
+    half = tmp_path / f".new-{'0' * 32}" / ("0" * 32) / "data_0.ckpt"
+    half.parent.mkdir(parents=True)
+    half.write_bytes(b"half")
+    (tmp_path / ".new-chapter.tex").write_bytes(b"not of an export")
     assert not export_run(run, "specforge-dflash", tmp_path, shard=0, shards=2).finished
-    assert len(list(tmp_path.rglob(".new-0*"))) == 2  # another process may be writing one
+    assert half.exists()  # another process may be writing it
     assert export_run(run, "specforge-dflash", tmp_path, shard=1, shards=2).finished
-    assert [path.name for path in tmp_path.rglob(".new-*")] == [".new-chapter.tex"] * 2
+    assert [path.name for path in tmp_path.rglob(".new-*")] == [".new-chapter.tex"]
     assert sorted(path.name for path in tmp_path.rglob("*.ckpt")) == [f"data_{i}.ckpt" for i in range(len(SAMPLES))]
 
 
 def test_an_export_writes_and_deletes_through_no_link(run: Run, tmp_path: Path) -> None:
     victim, dest = tmp_path / "victim", tmp_path / "dest"
-    unfinished = f".new-{'0' * 32}.ckpt"
-    for place in (victim, dest):
-        place.mkdir()
-    (victim / unfinished).write_bytes(b"of another export")
+    (victim / ("0" * 32)).mkdir(parents=True)
+    dest.mkdir()
     subfolder = dest / "rows_0-2000"
     subfolder.symlink_to(victim)
     with pytest.raises(ConfigError, match=r"rows_0-2000: expected a folder, got a link"):
         export_run(run, "specforge-dflash", dest)
-    assert [path.name for path in victim.iterdir()] == [unfinished]
     subfolder.unlink()
+    unfinished = dest / f".new-{'0' * 32}"
+    unfinished.symlink_to(victim)
     assert export_run(run, "specforge-dflash", dest).finished
-    subfolder.rename(tmp_path / "moved")
-    subfolder.symlink_to(tmp_path / "moved")
-    (tmp_path / "moved" / unfinished).write_bytes(b"of another export")
-    with pytest.raises(ConfigError, match=r"rows_0-2000: expected a folder, got a link"):
-        export_run(run, "specforge-dflash", dest)
-    assert (tmp_path / "moved" / unfinished).exists()
+    assert unfinished.is_symlink()
+    assert [path.name for path in victim.iterdir()] == ["0" * 32]
+
+
+@pytest.mark.parametrize(
+    ("to", "method", "samples"),
+    [
+        ("specforge-dflash", "write", "rows_0-2000/data_{}.ckpt"),
+        ("topk-logprobs", "write", "data-{:06d}.parquet"),
+        ("speculators", "finish", "hidden_states/hs_{}.safetensors"),
+    ],
+)
+def test_a_neighbour_who_replaces_unfinished_names_redirects_no_write(
+    to: str, method: str, samples: str, run: Run, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The destination is a group's folder, in which neighbours rename and make all names."""
+    home, dest = tmp_path / "home", tmp_path / "dest"
+    home.mkdir(mode=0o700)
+    (home / "id_rsa").write_text("private")
+    inner = getattr(exporter_of(to), method)
+
+    def replacing(exporter: Exporter, given: Any, path: Path) -> None:
+        for left in [*dest.rglob(".new-*"), *dest.rglob(".finish-*")]:
+            if not left.is_symlink():
+                link = home if left.is_dir() else home / "id_rsa"
+                left.rename(tmp_path / f"moved{left.name}")
+                left.symlink_to(link)
+        inner(exporter, given, path)
+
+    monkeypatch.setattr(exporter_of(to), method, replacing)
+    assert export_run(run, to, dest, ExportOptions(model=str(model[0]), samples_per_file=1)).finished
+    assert {path.name: path.read_text() for path in home.iterdir()} == {"id_rsa": "private"}
+    assert not [path for path in dest.rglob("[!.]*") if path.is_symlink()]
+    assert all((dest / samples.format(i)).stat().st_size > 1000 for i in range(len(SAMPLES)))
+    assert method == "write" or (dest / "state.json").exists()
+
+
+@pytest.mark.parametrize("to", ["vllm", "modelopt", "speculators", "topk-logprobs"])
+def test_all_files_of_an_export_have_the_mode_of_the_umask(to: str, run: Run, model: Any, tmp_path: Path) -> None:
+    """safetensors makes files that other users of a group could not read."""
+    before = os.umask(0o027)
+    try:
+        export_run(run, to, tmp_path, ExportOptions(model=str(model[0])))
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {0o640}
 
 
 def test_a_finished_export_removes_folders_of_killed_exports_alone(run: Run, tmp_path: Path) -> None:
     for name in (f".finish-{'0' * 32}", ".finish-line"):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(mode=0o700)
     assert export_run(run, "saelens", tmp_path, ExportOptions(aux_layers=(5,), context=1)).finished
     assert [path.name for path in tmp_path.glob(".finish-*")] == [".finish-line"]
 
@@ -643,15 +683,16 @@ def test_a_finished_export_removes_folders_of_killed_exports_alone(run: Run, tmp
 def test_writing_a_file_that_another_process_finished_does_not_fail(
     written: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace_file = Path.replace
+    write = VllmExporter.write
 
-    def finished_meanwhile(path: Path, to: Path) -> Path:
+    def finished_meanwhile(exporter: VllmExporter, items: Iterable[dict[str, Any]], path: Path) -> None:
+        for left in tmp_path.glob(".new-*"):
+            shutil.rmtree(left)
         if written:
-            to.write_bytes(path.read_bytes())
-        path.unlink()
-        return replace_file(path, to)
+            (tmp_path / path.name).write_bytes(b"of the other process")
+        write(exporter, items, path)
 
-    monkeypatch.setattr(Path, "replace", finished_meanwhile)
+    monkeypatch.setattr(VllmExporter, "write", finished_meanwhile)
     if written:
         assert export_run(run, "vllm", tmp_path).finished
     else:
