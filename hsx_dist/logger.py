@@ -12,7 +12,7 @@ from functools import partial
 from operator import index
 from typing import Any
 
-from hsx_dist.text import bounded, printable_lines, redacted
+from hsx_dist.text import bounded, hidden_text, names_secret, printable_lines, redacted
 
 #: Limit of the shown characters of one argument.
 MAX_ARGUMENT = 2000
@@ -80,19 +80,38 @@ def hide_exception(record: logging.LogRecord) -> None:
         record.stack_info = printable_lines(redacted(record.stack_info))
 
 
-def hide_arguments(record: logging.LogRecord, hide: Callable[[Any, Any], Any]) -> None:
-    """Call ``hide`` for each argument of a record and its name, and store the results. Numbers stay.
+def _named(args: Any) -> list[tuple[Any, Any]]:
+    """Return each argument of a record and its name: its key in a mapping, or the argument before it."""
+    if isinstance(args, Mapping):
+        return [(value, name) for name, value in args.items()]
+    return list(zip(args, (None, *args), strict=False)) if isinstance(args, tuple) else []
 
-    An argument's name is its key in a mapping, or the argument before it.
+
+def has_named_secret(args: Any) -> bool:
+    """Whether an argument that ``hide_arguments`` hides is behind a secret's name."""
+    return any(not _is_plain(value) and names_secret(name) for value, name in _named(args))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (int, float))
+
+
+def hide_arguments(record: logging.LogRecord, hide: Callable[[Any], Any]) -> None:
+    """Store the result of ``hide`` for each argument of a record, and ``HIDDEN`` behind a secret's name. Numbers stay.
+
+    The template may show an argument without its name.
     """
 
     def hidden(value: Any, name: Any) -> Any:
-        return value if value is None or isinstance(value, (int, float)) else hide(value, name)
+        if _is_plain(value):
+            return value
+        return redacted_argument(value, hidden_text) if names_secret(name) else hide(value)
 
+    shown = [hidden(value, name) for value, name in _named(record.args)]
     if isinstance(record.args, Mapping):
-        record.args = {name: hidden(value, name) for name, value in record.args.items()}
-    elif record.args:
-        record.args = tuple(map(hidden, record.args, (None, *record.args)))
+        record.args = dict(zip(record.args, shown, strict=True))
+    elif isinstance(record.args, tuple):
+        record.args = tuple(shown)
 
 
 def redacted_argument(value: Any, hide: Callable[[str], str] = redacted) -> Any:
@@ -100,7 +119,7 @@ def redacted_argument(value: Any, hide: Callable[[str], str] = redacted) -> Any:
     return hide(value) if isinstance(value, str) else _Shown(value, hide)
 
 
-def _escaped(value: Any, _name: Any) -> Any:
+def _escaped(value: Any) -> Any:
     return _Shown(value, partial(bounded, limit=MAX_ARGUMENT))
 
 

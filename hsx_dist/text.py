@@ -12,7 +12,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable
 from errno import errorcode
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 from numbers import Integral, Real
 from typing import Any
@@ -55,19 +55,32 @@ def printable_lines(text: object) -> str:
 
 
 @cache
-def _redactor() -> Callable[[str], str]:
+def _redaction() -> tuple[Callable[[str], str], Callable[[str], bool]]:
     # Imported late: the benchmark of a GPU's copies runs on machines without the packages of ``config``. It opens no
     # store, so its lines have no credentials.
     try:
-        from hsx_dist.config.redaction import redact_text
+        from hsx_dist.config.redaction import names_a_secret, redact_text
     except ImportError:
-        return str
-    return redact_text
+        return str, lambda _: False
+    return redact_text, partial(names_a_secret, in_list=True)
 
 
 def redacted(text: str) -> str:
     """Return ``redact_text(text)``."""
-    return _redactor()(text)
+    return _redaction()[0](text)
+
+
+def names_secret(name: object) -> bool:
+    """Whether the value behind ``name``, a text or bytes, may be a secret (``names_a_secret``)."""
+    name = name.decode(errors="replace") if isinstance(name, bytes) else name
+    return isinstance(name, str) and _redaction()[1](name)
+
+
+def hidden_text(_text: str) -> str:
+    """Return the text in place of a value that is not shown."""
+    from hsx_dist.config.secret_names import HIDDEN
+
+    return HIDDEN
 
 
 def text_of(value: object) -> str:

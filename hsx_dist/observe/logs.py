@@ -17,9 +17,15 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from hsx_dist.config.redaction import names_a_secret, redact_text
-from hsx_dist.config.secret_names import HIDDEN
-from hsx_dist.logger import OWN, hide_arguments, hide_exception, redacted_argument, shown_traceback
+from hsx_dist.config.redaction import redact_text
+from hsx_dist.logger import (
+    OWN,
+    has_named_secret,
+    hide_arguments,
+    hide_exception,
+    redacted_argument,
+    shown_traceback,
+)
 from hsx_dist.text import ascii_json, printable_lines
 
 #: Names of a line's subjects, in the order in which they are shown.
@@ -176,9 +182,9 @@ def _message(record: logging.LogRecord) -> tuple[str, bool]:
     _thread.formats = True
     try:
         with suppress(Exception):  # any code of a library
-            clean = not args or redact_text(text := repr(args)) == text
+            clean = not args or (redact_text(text := repr(args)) == text and not has_named_secret(args))
             if not clean:
-                hide_arguments(record, _hidden_argument)
+                hide_arguments(record, redacted_argument)
             return record.getMessage(), not own and (clean or isinstance(args, tuple))
         record.args = args  # redacted, they do not fit
         for form in (record.getMessage, lambda: f"{record.msg!r} with wrong arguments {args!r}"):
@@ -187,13 +193,6 @@ def _message(record: logging.LogRecord) -> tuple[str, bool]:
         return "a message that cannot be formatted", False
     finally:
         _thread.formats = False
-
-
-def _hidden_argument(value: Any, name: Any) -> Any:
-    """Redact an argument. If its name is a secret's, hide it: the template may show it without the name."""
-    if isinstance(name, str) and names_a_secret(name, in_list=True):
-        return redacted_argument(value, lambda _: HIDDEN)
-    return redacted_argument(value)
 
 
 def redact_like_parent() -> None:

@@ -103,6 +103,19 @@ def test_a_clients_text_is_escaped_in_every_kind_of_log_line():
     assert len(line) < 3000
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("password", "hunter2"), (b"password", b"hunter2"), ("Authorization", ["hunter2"]), ({"password": "hunter2"},)],
+)
+def test_this_packages_loggers_hide_an_argument_behind_a_secrets_name(arguments: tuple[object, ...]) -> None:
+    template = "%(password)s and %(password)r" if len(arguments) == 1 else "%s has %s"
+    (line,) = lines_of("hsx_test_escaped", lambda log: log.warning(template, *arguments))
+    assert "(not shown)" in line
+    assert "hunter2" not in line
+    (line,) = lines_of("hsx_test_escaped", lambda log: log.warning("%s has %d rows of %s", "token_ids", 3, "text"))
+    assert line == "token_ids has 3 rows of text"
+
+
 def test_numbers_of_other_libraries_are_numbers_in_a_line():
     for number in (np.int64(7), np.uint8(7), np.float32(7), torch.tensor(7), Decimal(7), Fraction(7)):
         (line,) = lines_of("hsx_test_escaped", lambda log, n=number: log.warning("%d rows, %.1f", n, n))

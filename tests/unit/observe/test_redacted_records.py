@@ -203,6 +203,8 @@ def test_an_argument_behind_a_secrets_name_is_hidden() -> None:
     program = f"""{SEEN}
 library.error("%s: %s", "Authorization", url)
 library.error("%s is %r, %d", "password", [url], 7)
+library.error("%s to %s", b"password", url)
+library.error("%s for %r", "'password'", url.encode())
 library.error("sent %s %s", "Bearer", url)
 library.error("expected %s, got %s", "key", "another")
 """
@@ -210,6 +212,8 @@ library.error("expected %s, got %s", "key", "another")
     assert SECRET not in shown
     assert "\nAuthorization: (not shown)\n" in shown
     assert "\npassword is (not shown), 7\n" in shown
+    assert "\nb'password' to (not shown)\n" in shown
+    assert "\n'password' for (not shown)\n" in shown
     assert "\nsent Bearer (not shown)\n" in shown
     assert "\nexpected key, got another\n" in shown
 
