@@ -6,13 +6,16 @@ import re
 from collections.abc import Iterable, Iterator
 from urllib.parse import unquote
 
+from hsx_dist.config.encoded import is_encoded, plain_form, with_ports
 from hsx_dist.config.secret_names import HIDDEN, is_env_reference, looks_secret, parameter_looks_secret
 from hsx_dist.config.tokens import BEFORE_TOKEN, KNOWN_TOKEN
-from hsx_dist.config.urls import between_links, breaks_the_rule, links_of, public_link
+from hsx_dist.config.urls import AT, between_links, breaks_the_rule, links_of, public_link
 
 #: Limit in characters of a redacted text. The middle of a longer text is left out.
 MOST = 1 << 16
 _CUT = " … "
+#: How many times as much of a text's end is searched for the name in front of a list that is longer than ``MOST``.
+_FAR = 16
 #: Limit of the repetitions until a text stays the same. Nothing of a text that needs more is shown.
 _ROUNDS = 8
 
@@ -23,12 +26,14 @@ _ROUNDS = 8
 _MASK = "\ufdd0"
 _HIDDEN = re.escape(HIDDEN)
 _WORD = re.compile(r"\S+")
+#: A word before the name ``key``.
+_BEFORE_KEY = re.compile(r"([\w.-]{1,40}) \Z")
 #: A host, and the text to the first quote, bracket or control character. A bracket may surround an IPv6 address.
 _BARE = re.compile(r"(\[[0-9A-Fa-f:.%]*\])?[^'\"<>()\[\]{},;`|\0-\x1f]*")
 #: ``USER:PASSWORD@HOST`` may be in one word with a link, behind a comma.
 _ADDRESS = re.compile(r"[^\s,'\"]+")
 #: A parameter's name, up to its value. JSON of some languages has the code of ``&``.
-_PARAMETER = re.compile(r"(?:[?&;#]|\\u0026)([^=&;#?\s\\]{1,200})=")
+_PARAMETER = re.compile(r"(?:[?&;#]|\\u0026)([^=&;#?\s\\]++)=")
 _PARAMETER_ENDS = re.compile(r"[&\s'\"<>]|\\u0026|\Z")
 #: The quotes of JSON within JSON have backslashes.
 _QUOTE = r"(\\*(?:'''|\"\"\"|['\"]))"
@@ -37,20 +42,20 @@ _UNQUOTED = r"(?:[^'\"\\\])}]|\\++\w){0,200}+"
 #: A name and a quoted value, or a list of them: ``'name': 'value'``, ``"name": [null, "value"]``, ``name='value'``,
 #: ``('name', 'value')``.
 _SETTING = re.compile(
-    r"(?<![\w.-])([\w.-]{1,100})(?:(?:\\*['\"])?\s{0,40}[:=]|\\*['\"]\s{0,40}(,))\s{0,40}"
+    r"(?<![\w.-])([\w.-]++)(?:(?:\\*['\"])?\s{0,40}[:=]|\\*['\"]\s{0,40}(,))\s{0,40}"
     rf"([\[({{]{_UNQUOTED})?(?i:[bfru]{{0,2}}){_QUOTE}"
 )
 #: The next quoted text of a list or of an object, also the name of its next member.
 _NEXT_VALUE = re.compile(_UNQUOTED + _QUOTE)
-_NAME = re.compile(r"[\w.-]{1,100}")
+_NAME = re.compile(r"[\w.-]+")
 _IS_NAME = re.compile(r"\\*['\"]\s{0,40}[:=]")
-_ELEMENT = re.compile(rf"<([\w.:-]{{1,100}})(\s[^<>]*+)?>(?!{_HIDDEN})(?:\s{{0,40}}<!\[CDATA\[)?[^<]+")
+_ELEMENT = re.compile(rf"<([\w.:-]++)(\s[^<>]*+)?>(?!{_HIDDEN})(?:\s{{0,40}}<!\[CDATA\[)?[^<]+")
 _TOKEN = re.compile(
     rf"({BEFORE_TOKEN})[^\s'\"]+|((?i:\b(?:bearer|basic)\s{{1,4}}))(?=[^\s'\"]*\d)[^\s'\"]{{16,}}|{KNOWN_TOKEN}"
 )
 #: A member of a connection string.
 _KEY = re.compile(
-    rf"\b(\w{{0,20}}(?:accountkey|accesskey|accesssignature)|password|passwd|pwd)=(?!{_HIDDEN})[^;\s'\"]+",
+    rf"(accountkey|accesskey|accesssignature|\b(?:password|passwd|pwd))=(?!{_HIDDEN})[^;\s'\"]+",
     re.IGNORECASE,
 )
 _PRIVATE_KEY = re.compile(
@@ -76,7 +81,11 @@ def redact_text(text: str) -> str:
         # The ends are redacted with as much of the middle: a value's name, or the beginning of a key, may be there.
         # Nothing next to the other end of this middle is shown: it may be half a credential.
         half = MOST // 2
-        text = _ends(_hidden(text[:MOST])[:-half], _hidden(text[-MOST:])[half:])
+        end = _without(far := text[-_FAR * MOST :], _settings(far))
+        if len(end) <= MOST and len(far) == len(text):
+            text = end
+        else:
+            text = _ends(_hidden(text[:MOST])[:-half], _hidden(end[-MOST:])[half:])
     for _ in range(_ROUNDS):
         shown = _hidden(text)
         if len(shown) > MOST:
@@ -89,15 +98,16 @@ def redact_text(text: str) -> str:
 
 def is_shown(text: str) -> bool:
     """Whether redaction hides nothing of ``text``, the text of a setting. An ``@`` in a path is accepted here."""
-    if "@" in text:
-        text = _ADDRESS.sub(lambda found: found[0].replace("@", "/") if _is_path(found[0]) else found[0], text)
+    if AT.search(text):
+        text = _ADDRESS.sub(lambda found: AT.sub("/", found[0]) if _is_path(found[0]) else found[0], text)
     half = MOST // 2
     pieces = (text[at : at + MOST] for at in range(0, max(len(text) - half, 1), half))
     return all(_hidden(piece) == piece for piece in pieces)
 
 
 def _is_path(word: str) -> bool:
-    return "/" in word.partition(":")[0].removeprefix("//")
+    form = plain_form(word) if is_encoded(word) else word
+    return form is not None and "/" in form.partition(":")[0].removeprefix("//")
 
 
 def _ends(head: str, tail: str) -> str:
@@ -108,6 +118,10 @@ def _ends(head: str, tail: str) -> str:
 
 
 def _hidden(text: str) -> str:
+    return _masked(text).replace(_MASK, HIDDEN)
+
+
+def _masked(text: str) -> str:
     # The values of names are replaced before links are searched: the ``@`` of a password in the same word would end the
     # user of a link. Most texts lack the characters that the slower patterns need.
     text = _PRIVATE_KEY.sub(rf"\1 {_MASK}", text)
@@ -125,7 +139,7 @@ def _hidden(text: str) -> str:
         text = _WORD.sub(lambda found: _links(found[0]), text)
     if "@" in text:
         text = _ADDRESS.sub(lambda found: _address(found[0]), text)
-    return text.replace(_MASK, HIDDEN)
+    return _WORD.sub(lambda found: _encoded(found[0]), text) if is_encoded(text) else text
 
 
 def _without(text: str, values: Iterable[tuple[int, int]]) -> str:
@@ -155,7 +169,8 @@ def _settings(text: str) -> Iterator[tuple[int, int]]:
     """The values of secret settings."""
     at = 0
     while found := _SETTING.search(text, at):
-        if not names_a_secret(found[1], in_list=bool(found[2])):
+        before = _BEFORE_KEY.search(text, max(at, found.start() - 41), found.start()) if found[2] else None
+        if not names_a_secret(found[1], in_list=bool(found[2]), before=before[1] if before else ""):
             at = found.end(1)  # the quoted value may be the name of the next setting
             continue
         quote, at = found[4], found.end()
@@ -177,9 +192,14 @@ def _settings(text: str) -> Iterator[tuple[int, int]]:
             quote, at = following[1], following.end()
 
 
-def names_a_secret(name: str, *, in_list: bool) -> bool:
-    """Whether a quoted value behind ``name`` may be a secret. ``KeyError: 'x'`` and ``['key', 'text']`` have none."""
-    return looks_secret(name) and not name.endswith("Error") and not (in_list and name == "key")
+def names_a_secret(name: str, *, in_list: bool, before: str = "") -> bool:
+    """Whether a quoted value behind ``name`` may be a secret. ``KeyError: 'x'`` and ``['key', 'text']`` have none.
+
+    ``before``: the word before the name. ``('api key', 'x')`` has a secret, ``('primary key', 'x')`` has none.
+    """
+    if in_list and name == "key":
+        return looks_secret(f"{before}keys")
+    return looks_secret(name) and not name.endswith("Error")
 
 
 def _closing(text: str, quote: str, at: int) -> int:
@@ -189,6 +209,18 @@ def _closing(text: str, quote: str, at: int) -> int:
             return end
         at = end + len(quote)
     return len(text)
+
+
+def _encoded(word: str) -> str:
+    """Return a word as it is if its decoded form has no credential. Otherwise return the redacted form."""
+    if not is_encoded(word):
+        return word
+    form = plain_form(word)
+    if form is None:
+        return _MASK
+    shown = _masked(form)
+    # A decoded line break could begin a false line of a log.
+    return word if shown == form else "".join(c if c.isprintable() or c == _MASK else " " for c in with_ports(shown))
 
 
 def _links(word: str) -> str:

@@ -17,7 +17,7 @@ from hsx_dist.config.urls import has_credentials, is_endpoint, is_url, public_ur
 # Most of these patterns search texts of stored objects, so the time of each must grow linearly with the text's length.
 #: A credential in a text, by the words before it or its prefix. Prose has no long word with a digit after ``bearer``.
 _SECRET_TEXT = re.compile(
-    r"(?i:\b(bearer|basic)\s+(?=\S*\d)\S{16}|\b\w{0,20}(accountkey|accesskey|accesssignature)=[^;\s]"
+    r"(?i:\b(bearer|basic)\s+(?=\S*\d)\S{16}|(accountkey|accesskey|accesssignature)=[^;\s]"
     r'|"private_key"|BEGIN [A-Z0-9 ]{0,20}PRIVATE KEY)'
     rf"|({BEFORE_TOKEN})[^\s'\"]|{KNOWN_TOKEN}"
 )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from unicodedata import normalize
 from urllib.parse import unquote
 
+from hsx_dist.config.encoded import is_encoded, plain_form, with_ports
 from hsx_dist.config.secret_names import HIDDEN, parameter_looks_secret
 from hsx_dist.config.tokens import KNOWN_TOKEN
 from hsx_dist.errors import ConfigError
@@ -39,7 +40,7 @@ _BEGINS = re.compile(
     re.IGNORECASE,
 )
 _CHAINED = re.compile(r"[a-z0-9+.-]+::", re.IGNORECASE)
-_AT = re.compile(r"@|%40|\uff20|\ufe6b")
+AT = re.compile(r"@|%40|\uff20|\ufe6b")
 #: What a URL is: a chain of schemes, of which one has ``://``.
 _CHAIN = re.compile(r"(?:[a-z][a-z0-9+.-]*+::)*+[a-z][a-z0-9+.-]*+://", re.IGNORECASE)
 _BEFORE_AT = re.compile(r"(?<=://)[^/]*@")
@@ -81,9 +82,19 @@ def has_credentials(text: str) -> bool:
     the bucket would be ``KEY:SEC``. An ``@`` behind a valid authority belongs to a path (``s3://bucket/a@b``). A query
     or a fragment with a parameter such as ``X-Amz-Signature``, ``sig`` or ``token`` is a credential. A local path or a
     hub id has no ``://`` and holds none. A text that begins as a URL is judged as any library reads it (``check_url``).
-    An address with a user and a password (``is_address``) is a credential, also as a link of a chain.
+    An address with a user and a password (``is_address``) is a credential, also as a link of a chain. So is a text of
+    which the decoded form has one (``plain_form``), and a text that is encoded too often.
     """
+    return _shows_one(text) or _encodes_one(text)
+
+
+def _shows_one(text: str) -> bool:
     return any(map(_holds_one, dict.fromkeys(_readings(text))))
+
+
+def _encodes_one(text: str) -> bool:
+    """Whether the decoded form of a text holds what may be a credential, or is unknown."""
+    return is_encoded(text) and ((form := plain_form(text)) is None or _shows_one(form))
 
 
 def _holds_one(text: str) -> bool:
@@ -200,13 +211,15 @@ def check_no_credentials(url: str) -> None:
 
 
 def check_place_of_credentials(url: str) -> None:
-    """Raise ConfigError if a URL has credentials where no library reads them: in a bucket's name, as a port, or in an
-    address without a scheme.
+    """Raise ConfigError if a URL has credentials where no library reads them: in a bucket's name, as a port, in an
+    address without a scheme, or percent-encoded.
 
-    Also raises as ``check_url`` does.
+    Also raises as ``check_url`` does. A web server may be a proxy that reads an encoded URL. Names of rows show it
+    without credentials (``web_path``), but show other paths as they are.
     """
     check_url(url)
-    if any(map(is_address, _chained(url))):
+    scheme = next(iter(links_of(url)), "").partition("://")[0].lower()
+    if any(map(is_address, _chained(url))) or (scheme not in ("http", "https") and _encodes_one(url)):
         raise ConfigError(_REFUSED.format(public_url(url)))
     for link in filter(breaks_the_rule, links_of(url)):
         if link.partition("://")[0].lower() in _BUCKETS or "@" not in _authority(link):
@@ -217,10 +230,22 @@ def public_url(url: str) -> str:
     """Return ``url`` without credentials and without its query, for messages, logs and stored objects.
 
     A link with credentials is returned as by ``public_link``, a mistyped URL with credentials as its scheme. An address
-    with a user and a password becomes ``HIDDEN``. Any other text without ``://`` is returned unchanged.
+    with a user and a password becomes ``HIDDEN``. Any other text without ``://`` is returned unchanged. A text that
+    encodes a credential is decoded first.
     """
+    if not _encodes_one(url):
+        return _public(url)
+    form = plain_form(url)
+    for text in ([url] if _shows_one(url) else []) + ([_clean(with_ports(form))] if form is not None else []):
+        if not has_credentials(shown := _public(text)):
+            return shown
+    known = _CHAIN.match(url)
+    return f"{known[0]}{HIDDEN}" if known else HIDDEN
+
+
+def _public(url: str) -> str:
     read, written = _readings(url)
-    if read != written and has_credentials(url):
+    if read != written and _shows_one(url):
         # Where its credentials end is unknown.
         known = _GAP.match(written)
         return f"{known[1]}://{HIDDEN}" if known else HIDDEN
@@ -243,8 +268,10 @@ def web_path(url: str) -> str:
     of the name.
     """
     found = _WEB.match(url)
-    if found is None:
+    if found is None or AT.search(found[2]):
         return public_url(url)
+    if _encodes_one("".join(found.groups())):
+        return public_url("".join(found.groups()))
     named = found[1] + found[2] + public_url(found[3])  # the path may have a URL with credentials in it
     return re.split("[;#]", named, maxsplit=1)[0] if is_signed_url(named) else named
 
@@ -266,7 +293,8 @@ def url_secrets(text: str) -> Iterator[str]:
 
     Libraries end the password at the last ``@`` before a slash or a query. It may also have slashes in it.
     """
-    for link in filter(breaks_the_rule, links_of(_as_read(text))):
+    forms = dict.fromkeys((text, with_ports(plain_form(text) or text)))
+    for link in filter(breaks_the_rule, (link for form in forms for link in links_of(_as_read(form)))):
         rest = link.partition("://")[2]
         authority = re.split("[/?#]", rest, maxsplit=1)[0]
         for secret in dict.fromkeys(one.rpartition("@")[0] for one in (rest, authority)):
@@ -287,7 +315,7 @@ def _readings(text: str) -> tuple[str, str]:
     The characters in place of ``://`` may belong to the credentials.
     """
     clean = _clean(text)
-    last = max((found.start() for found in _AT.finditer(clean)), default=-1)
+    last = max((found.start() for found in AT.finditer(clean)), default=-1)
     read = _GAP.sub(lambda found: f"{found[1]}://" if _is_mistyped(found, last) else found[0], clean)
     begins = _BEGINS.match(text) or (read != clean and (_GAP.match(clean) or _CHAINED.match(clean)))
     if not begins:
@@ -347,7 +375,7 @@ def breaks_the_rule(link: str) -> bool:
     if scheme in _NO_HOST:
         return False
     # Some libraries strip slashes: the place of s3:///NAME is then NAME.
-    if not authority and _AT.search(link):
+    if not authority and AT.search(link):
         return True
     if scheme in _BUCKETS:
         return _BUCKET.fullmatch(authority or _authority(link.replace(":///", "://", 1))) is None
@@ -381,4 +409,4 @@ def public_link(link: str) -> str:
     # Some libraries strip slashes.
     after = rest[user.end() :].lstrip("/\\") if user else ""
     shown = f"{scheme}://{after}{chained}"
-    return shown if after and not _AT.search(after) and not breaks_the_rule(shown) else f"{scheme}://{HIDDEN}{chained}"
+    return shown if after and not AT.search(after) and not breaks_the_rule(shown) else f"{scheme}://{HIDDEN}{chained}"

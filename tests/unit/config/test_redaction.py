@@ -70,6 +70,14 @@ HUB = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZabcdefgh"
         (f"<Password>(not {SECRET}</Password>", "<Password>(not shown)</Password>"),
         (f"<Password> <![CDATA[{SECRET}]]></Password>", "<Password>(not shown)</Password>"),
         (f"'password':\n    '{SECRET}'", "'password':\n    '(not shown)'"),
+        (f"('api key', '{SECRET}')", "('api key', '(not shown)')"),
+        (f"[b'private key', b'{SECRET}']", "[b'private key', b'(not shown)']"),
+        *(
+            (form.format(name, SECRET), form.format(name, "(not shown)"))
+            for name in ("a" * 150 + "_token", "x" * 300 + "password")
+            for form in ("'{0}': '{1}'", "('{0}', '{1}')", "{0}='{1}'", "<{0}>{1}</{0}>", "/x?{0}={1}&n=1")
+        ),
+        (f"{'a' * 30}AccountKey={SECRET};y", f"{'a' * 30}AccountKey=(not shown);y"),
         (f"connect(host='h', password='{SECRET}')", "connect(host='h', password='(not shown)')"),
         (f"'n': 'password', 'password': '{SECRET}'", "'n': 'password', 'password': '(not shown)'"),
         (f"ignored key: 'password': '{SECRET}' x", "ignored key: '(not shown)': '(not shown)' x"),
@@ -127,6 +135,7 @@ def test_credentials_are_hidden(text: str, shown: str) -> None:
         "hf_hub_download_with_retries, hf_Llama-3.2-1B-Instruct, sk-news-corpus-2020.jsonl, task-sk-learn, ghp_x",
         "the Authorization header has no Bearer token",
         "unexpected token, 'x'; key=[1, None], n='m'; key_states: (8, 128) of 'cpu'",
+        "['primary key', 'id'], ('the key', 'b'), (' key', 'b')",
         "for key in ('a', 'b'): token[i] = f(['c'])['d']; ['token', [1, 2], 'n']",
         "<Tokenizer with a vocabulary of 49152>text",
     ],
@@ -150,7 +159,8 @@ ADDRESSES = [
 
 
 PIECES = (
-    *("http://", "s3://", "zip://", "abfs://", "a://", "://", "://u:p@", "::", "//", "/", "\\", "%40", "\uff20", "@"),
+    *("%3A%2F%2F", "%253A", "%40", "%0A", "%22", "%25", "\uff1a", "http://h:1/"),
+    *("http://", "s3://", "zip://", "abfs://", "a://", "://", "://u:p@", "::", "//", "/", "\\", "\uff20", "@"),
     *(
         "u:p",
         "u@",
@@ -310,6 +320,19 @@ def test_a_long_text_is_shortened_and_no_half_credential_stays(monkeypatch: pyte
             assert not any(SECRET[i : i + 8] in shown for i in range(len(SECRET) - 7))
 
 
+@pytest.mark.parametrize("before", [0, 10, 5000])
+def test_a_long_list_behind_a_secrets_name_is_hidden_on_both_sides_of_a_cut(
+    monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    monkeypatch.setattr(redaction, "MOST", most := 1 << 11)
+    for count in (most // 16, most // 8, most // 3):
+        keys = ", ".join(f'"{SECRET}{i:05}"' for i in range(count))
+        shown = redact_text(f'{"x " * before}"api_keys": [{keys}], "n": "m" {"y " * 20}')
+        assert SECRET not in shown
+        assert len(shown) <= most
+        assert shown.endswith(f'"n": "m" {"y " * 20}')
+
+
 @pytest.mark.parametrize("begin", [0, 300, 600, 900, 1200])
 def test_a_cut_separates_no_value_from_its_name(monkeypatch: pytest.MonkeyPatch, begin: int) -> None:
     """A key's lines are indented, and a passphrase has many words. Each begins ``begin`` characters before the cut."""
@@ -356,6 +379,7 @@ def test_a_cut_separates_no_value_from_its_name(monkeypatch: pytest.MonkeyPatch,
         *("<key><![CDATA[", "'key':{'a':", "key='''", "key=[''''", 'Authorization:Basic "', 'Authorization:Basic \\"'),
         *("'a':['b',", "'key':['b',", "'key',", "?key=?", "?a=?", "a='", "key='", "\\'key':\\'", "key=[", "\\"),
         *("key:'key':", "key='key',"),
+        *("a%3A ", "%25", "%2525", "http://a:1/%40", "'a%27:", "\uff1a", "'a key',", "a.", "<a."),
         *("a=[", "key=[a=[\\\\", "key=[\\a", "key=['',[[", "<key a", "<key a='", "'key',{1:'a':", "key=['''"),
     ],
 )
