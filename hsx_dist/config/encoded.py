@@ -19,8 +19,8 @@ _WIDE = {
     for code in (*range(0xFF01, 0xFF5F), *range(0xFE10, 0xFE1A), *range(0xFE50, 0xFE6C))
     if (plain := normalize("NFKC", chr(code))).isascii()
 }
-#: A port of a host without a dot, and the character in place of its colon. An ``@`` behind it would count as the end of a
-#: password (``breaks_the_rule``), but names of files have ``%40``: ``http://minio:9000/a%40b.jsonl``.
+#: A port of a host without a dot, and the character in place of its colon. With an ``@`` behind it, the port counts
+#: as a part of a password (``breaks_the_rule``), but names of files have ``%40``: ``http://minio:9000/a%40b.jsonl``.
 _PORT = re.compile(r"(://[\w-]+):(?=[0-9]*/)")
 _COLON = "\ua789"
 _MARKED = re.compile(rf"(://[\w-]+){_COLON}(?=[0-9]*/)")
