@@ -223,13 +223,13 @@ def _override(settings: dict[str, Any], override: str, within: tuple[str, ...] =
     here = settings
     for i, part in enumerate(path[:-1]):
         inner = here.get(part)
-        if inner is None:
-            inner = here[part] = {}
-        elif not isinstance(inner, dict):
+        if inner is not None and not isinstance(inner, Mapping):
             raise ConfigError(
                 f"{name}: expected {'.'.join(path[: i + 1])} to be a mapping, got a {type(inner).__name__}. "
                 "Give the whole mapping"
             )
+        # A copy: an alias of YAML makes one mapping the value of two settings. Python code keeps its own mapping.
+        here[part] = inner = dict(inner or {})
         here = inner
     here[path[-1]] = value
 

@@ -62,6 +62,27 @@ def test_aliases(tmp_path: Path) -> None:
     assert config.engine_kwargs == {"a": {"seed": 1}, "b": {"seed": 1}, "c": {"d": [1], "e": [1]}}
 
 
+def test_an_override_changes_one_setting(tmp_path: Path) -> None:
+    """An alias makes one mapping the value of two settings."""
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "{output: o, model: m, input: {path: i, storage_options: &o {anon: true, client_kwargs: {a: 1}}},"
+        " store: {storage_options: *o}}"
+    )
+    config = load_config(str(path), ["store.storage_options.client_kwargs.a=2", "store.storage_options.anon=false"])
+    assert config.input.storage_options == {"anon": True, "client_kwargs": {"a": 1}}
+    assert config.store.storage_options == {"anon": False, "client_kwargs": {"a": 2}}
+
+
+def test_an_override_changes_no_mapping_of_the_caller() -> None:
+    given = {"dtype": "float32", "hf_overrides": {"a": 1}}
+    config = load_config(
+        None, ["engine_kwargs.seed=7", "engine_kwargs.hf_overrides.a=2"], model="m", output="o", engine_kwargs=given
+    )
+    assert config.engine_kwargs == {"dtype": "float32", "seed": 7, "hf_overrides": {"a": 2}}
+    assert given == {"dtype": "float32", "hf_overrides": {"a": 1}}
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
