@@ -27,7 +27,8 @@ from hsx_dist.inputs.joined import refuse_joined_zip
 from hsx_dist.inputs.read_ahead import check_fetched
 from hsx_dist.inputs.web import MOST_WHOLE, check_stream
 from hsx_dist.inputs.whole_file import ArrivingFile, WholeFile, require_size
-from hsx_dist.store.opening import ARCHIVE_SCHEMES, LISTED_CACHES, check_options
+from hsx_dist.store.opening import ARCHIVE_SCHEMES, LISTED_CACHES
+from hsx_dist.store.options import checked_options
 from hsx_dist.store.web_answers import bounding_answers
 from hsx_dist.text import head, os_reason
 
@@ -177,10 +178,9 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     if is_local(config.path):
         # Not by url_to_fs, which would read a colon in a local name as the end of a scheme.
         return LocalFileSystem(), str(with_home(config.path).absolute())
-    check_options(config.storage_options)
+    options = checked_options(config.path, config.storage_options)
     _check_chain(config.path, shown)
-    fs, path = fsspec.core.url_to_fs(config.path, **bounding_answers(config.path, config.storage_options))
-    check_options(innermost(fs).storage_options)  # with those of fsspec's configuration
+    fs, path = fsspec.core.url_to_fs(config.path, **bounding_answers(config.path, options))
     inner = innermost(fs)
     if isinstance(fs, CachingFileSystem) and "gs" in inner.protocol:
         # Given headers, gcsfs copies a file in one request. Its copy in parts never ends if one of them is short.

@@ -242,8 +242,7 @@ class FsspecStore:
             raise ConfigError(f"{self._url}: expected the package for {self._scheme}://, got none ({e}). {what}") from e
         except ValueError as e:
             raise ConfigError(
-                f"{self._url}: expected a scheme that fsspec knows, such as file, s3, gs or memory, got "
-                f"{self._scheme!r}. Correct the url"
+                f"{self._url}: expected a scheme that fsspec knows, such as s3, got {self._scheme!r}. Correct the url"
             ) from e
         try:
             fs = cls(**{**bounding_answers(self._full_url, self._options), **self._defaults()})

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from hsx_dist.config.checks import texts_for_false
-from hsx_dist.config.urls import check_endpoint, check_no_credentials, public_url
+from hsx_dist.config.urls import check_no_credentials, public_url
 from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.logger import get_logger
 from hsx_dist.store.base import Store
 from hsx_dist.store.local import LocalStore
+from hsx_dist.store.options import LOCAL, checked_options
 from hsx_dist.store.retry import RetryPolicy, RetryStore
 
 log = get_logger(__name__)
 
 Backend = Literal["auto", "fsspec", "obstore"]
-_LOCAL = ("file", "local")
-#: Options that are a credential's text. YAML reads unquoted digits as a number. ``token`` may also be a mapping.
-_CREDENTIALS = frozenset(
-    {
-        "key",
-        "secret",
-        "token",
-        "password",
-        "aws_access_key_id",
-        "aws_secret_access_key",
-        "aws_session_token",
-        "account_key",
-        "sas_token",
-        "client_secret",
-    }
-)
-_EMULATOR = "STORAGE_EMULATOR_HOST"
 #: Schemes for which obstore is tried first.
 _FAST = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 #: Schemes of archives. A small archive may have huge objects, and limits count the bytes of objects.
@@ -71,64 +53,19 @@ def open_store(
     if not url:
         raise ConfigError("expected the url of a store or the path of a folder, got an empty one. Set it")
     check_no_credentials(url)
-    storage_options = _with_configuration(url, storage_options)
-    check_options(storage_options or {})
+    _check_scheme(url)
+    storage_options = checked_options(url, storage_options)
     if retry_seconds < 0:
         raise ConfigError(f"retry_seconds: expected 0 or more, got {retry_seconds}. Set 0 for no retries")
     return RetryStore(_open(url, storage_options, backend), RetryPolicy(seconds=retry_seconds), on_retry=on_retry)
 
 
-def _with_configuration(url: str, options: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the options with those of fsspec's configuration for the scheme (``FSSPEC_S3_KEY``), as fsspec does."""
-    scheme, separator, _ = url.partition("://")
-    if not separator or scheme in _LOCAL or not isinstance(options or {}, Mapping):
-        return options
-    # Imported here: reading from a folder needs no fsspec.
-    from fsspec import get_filesystem_class
-    from fsspec.config import apply_config, conf
-
-    if not conf:
-        return options
-    try:
-        return dict(apply_config(get_filesystem_class(scheme), dict(options or {})))
-    except (ImportError, ValueError):  # raised by the store
-        return options
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Check the endpoints in fsspec's options and in the environment, that credentials are texts, and flags are not.
-
-    Raises ``ConfigError``, without their text.
-    """
-    client = options.get("client_kwargs") or {} if isinstance(options, Mapping) else {}
-    for name, mapping in {"storage_options": options, "storage_options.client_kwargs": client}.items():
-        if not isinstance(mapping, Mapping):
-            raise ConfigError(f"{name}: expected a mapping, got {type(mapping).__name__}. Give names and values")
-        for setting in _CREDENTIALS & mapping.keys():
-            value = mapping[setting]
-            if isinstance(value, (int, float, list, tuple)) and not isinstance(value, bool):
-                kind = "a list" if isinstance(value, (list, tuple)) else "a number"
-                raise ConfigError(f"{name}.{setting}: expected text, got {kind}. Put it in quotes")
-        if wrong := texts_for_false(name, mapping):
-            raise ConfigError("\n".join(wrong))
-    for given in (options, client):
-        if given.get("endpoint_url"):
-            check_endpoint(str(given["endpoint_url"]), "storage_options.endpoint_url")
-    # Names, not a prefix: AWS_ENDPOINT_DISCOVERY_ENABLED is no endpoint, and endpoints of other services are not used.
-    for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL_STS"):
-        if value := os.environ.get(name):
-            check_endpoint(value, name)
-    # gcsfs also takes a host without a scheme, and logs it.
-    if "@" in os.environ.get(_EMULATOR, ""):
-        raise ConfigError(f"{_EMULATOR}: expected a host or http://HOST[:PORT], got user or password too. Correct it")
-
-
-def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Store:
+def _check_scheme(url: str) -> None:
     scheme, separator, rest = url.partition("://")
-    if not separator or scheme in _LOCAL:
+    if not separator or scheme in LOCAL:
         if separator and not rest.startswith("/"):
             raise ConfigError(f"{url}: expected file:///absolute/path, got a relative one. Add the leading slash")
-        return LocalStore(rest if separator else url)
+        return
     if not ARCHIVE_SCHEMES.isdisjoint(link.partition("://")[0] for link in url.split("::")):
         raise ConfigError(
             f"{public_url(url)}: expected a folder or an object store, got an archive. Extract the archive to a folder"
@@ -137,6 +74,12 @@ def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Stor
         raise ConfigError(f"{public_url(url)}: expected a folder or an object store, got a cache. Name what it caches")
     if scheme != "memory" and not rest.strip("/"):
         raise ConfigError(f"{url}: expected a bucket behind {scheme}://, got none. Add it")
+
+
+def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Store:
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme in LOCAL:
+        return LocalStore(rest if separator else url)
     if backend == "obstore" or (backend == "auto" and scheme in _FAST):
         fast = _open_obstore(url, options, must=backend == "obstore")
         if fast is not None:

@@ -35,6 +35,7 @@ def bounding_answers(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of fsspec for ``url`` with which each link gives its bytes as sent, and no more than asked.
 
     The request asks for an answer without an encoding, so that a server does not compress plain rows on the way.
+    ``options`` are from ``checked_options``: fsspec would not merge its configuration with the result.
     """
     result = dict(options)
     first, *others = [link.partition("://")[0] for link in url.split("::")]
