@@ -14,6 +14,7 @@ from hsx_dist.inputs.loss_mask import mask_of_spans, spans_of_roles
 from hsx_dist.inputs.rendered import Text, require_rendered, require_texts
 from hsx_dist.inputs.row_values import shown
 from hsx_dist.inputs.rows import Row
+from hsx_dist.regular_files import check_folder
 from hsx_dist.text import bounded, first_line
 
 #: Limit of the characters that are rendered to derive one row's loss mask. For the time that a message takes, each
@@ -80,6 +81,7 @@ def load_tokenizer(model: str, *, revision: str | None = None, engine_kwargs: Ma
         revision = engine_kwargs.get("tokenizer_revision") or revision
     else:
         revision = engine_kwargs.get("tokenizer_revision")
+    check_folder(source)
     try:
         return AutoTokenizer.from_pretrained(
             source,

@@ -7,11 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsspec.implementations.local import LocalFileSystem
+
 from hsx_dist.config.urls import public_url, web_path
 from hsx_dist.errors import Unavailable
+from hsx_dist.regular_files import open_regular
 
 #: Separates the name of an object of S3 from its version.
 VERSION = "?versionId="
+
+
+class RegularFiles(LocalFileSystem):
+    """Local files. A FIFO or a device is an error when it is opened, also if it replaced a regular file before."""
+
+    def _open(self, path: str, mode: str = "rb", *_: Any, **__: Any) -> Any:
+        return open(path, mode, opener=open_regular)
 
 
 def innermost(fs: Any) -> Any:

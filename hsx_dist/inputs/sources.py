@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import posixpath
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,13 @@ from hsx_dist.config import InputConfig, is_local, public_url
 from hsx_dist.errors import ConfigError, FormatError, Unavailable
 from hsx_dist.home import with_home
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
-from hsx_dist.inputs.file_systems import file_info, innermost, is_web, name_of, with_store_checks
+from hsx_dist.inputs.file_systems import RegularFiles, file_info, innermost, is_web, name_of, with_store_checks
 from hsx_dist.inputs.joined import refuse_joined_zip
 from hsx_dist.inputs.read_ahead import check_fetched
 from hsx_dist.inputs.web import MOST_WHOLE, check_stream
 from hsx_dist.inputs.whole_file import ArrivingFile, WholeFile, require_size
 from hsx_dist.store.opening import ARCHIVE_SCHEMES, LISTED_CACHES
-from hsx_dist.store.options import checked_options
+from hsx_dist.store.options import LOCAL, checked_options
 from hsx_dist.store.web_answers import bounding_answers
 from hsx_dist.text import head, os_reason
 
@@ -177,10 +177,10 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     """Return the file system of ``config.path``, and the path on it."""
     if is_local(config.path):
         # Not by url_to_fs, which would read a colon in a local name as the end of a scheme.
-        return LocalFileSystem(), str(with_home(config.path).absolute())
+        return RegularFiles(), str(with_home(config.path).absolute())
     options = checked_options(config.path, config.storage_options)
     _check_chain(config.path, shown)
-    fs, path = fsspec.core.url_to_fs(config.path, **bounding_answers(config.path, options))
+    fs, path = _opened(config.path, options, shown)
     inner = innermost(fs)
     if isinstance(fs, CachingFileSystem) and "gs" in inner.protocol:
         # Given headers, gcsfs copies a file in one request. Its copy in parts never ends if one of them is short.
@@ -189,13 +189,29 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     if (members := _zip_file(fs)) is not None:
         check_fetched(innermost(fs).fo, shown, in_order=False)
         refuse_joined_zip(members)
-    if isinstance(innermost(fs), LocalFileSystem) and not isinstance(fs, LocalFileSystem):
+    return fs, path
+
+
+def _opened(path: str, options: Mapping[str, Any], shown: str) -> tuple[Any, str]:
+    """Return fsspec's file system for a chain of URLs, and the path on it. Opens local files as ``RegularFiles``."""
+    first, *others = path.split("::")
+    last = others[-1] if others else first
+    if not is_local(last) and last.partition("://")[0] not in LOCAL:
+        return fsspec.core.url_to_fs(path, **bounding_answers(path, options))  # type: ignore[no-any-return]
+    local = RegularFiles()
+    if not others:
+        return local, local._strip_protocol(last)
+    scheme, _, member = first.partition("://")
+    if scheme != "zip":
         # Checks of local files look for links and FIFOs, which a cache hides.
         raise ConfigError(
             f"input.path: expected a local path without a link such as simplecache:: before it, got {shown}. Name only "
             "the path"
         )
-    return fs, path
+    _check_regular(local._strip_protocol(last))
+    # A cache between is not needed. fsspec's cache of instances would keep the file open.
+    fs = fsspec.filesystem("zip", fo=local.open(last), mode="r", skip_instance_cache=True)
+    return fs, fs._strip_protocol(f"zip://{member}")
 
 
 def _check_chain(path: str, shown: str) -> None:
@@ -222,14 +238,19 @@ def _check_chain(path: str, shown: str) -> None:
         )
 
 
+def _check_regular(path: str) -> None:
+    if Path(path).exists() and not Path(path).is_file():
+        raise ConfigError(f"input.path: expected a regular file, got a FIFO, socket or device: {path}. Remove it")
+
+
 def check_file(fs: Any, path: str) -> None:
     """Raise ConfigError for an archive, and for a file that cannot be read in bounded time and memory.
 
     The headers of a compressed tar file would be read as lines. A FIFO or a device may never end. zipfile expands what
     it reads of a bzip2 or LZMA member in one call.
     """
-    if isinstance(fs, LocalFileSystem) and Path(path).exists() and not Path(path).is_file():
-        raise ConfigError(f"input.path: expected a regular file, got a FIFO, socket or device: {path}. Remove it")
+    if isinstance(fs, LocalFileSystem):
+        _check_regular(path)
     found = ending(COMPRESSED.sub("", name_of(fs, path)))
     if found in ARCHIVES:
         raise ConfigError(

@@ -13,6 +13,7 @@ from hsx_dist.home import with_home
 from hsx_dist.logger import get_logger
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
 from hsx_dist.reading.arguments import path_text
+from hsx_dist.regular_files import check_folder
 from hsx_dist.text import first_line
 
 #: Token ids → their text.
@@ -59,6 +60,7 @@ def load_decoder(source: str) -> Decode:
     try:
         folder = with_home(source)
         if folder.is_dir():
+            check_folder(folder)
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         else:
             tokenizer = Tokenizer.from_pretrained(source)

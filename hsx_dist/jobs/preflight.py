@@ -24,6 +24,7 @@ from hsx_dist.logger import get_logger
 from hsx_dist.models.builtin import resolve_model
 from hsx_dist.models.weights import folder_weights, hub_commit
 from hsx_dist.page import HIDDEN_STATES
+from hsx_dist.regular_files import check_folder
 from hsx_dist.store import Store, open_store
 from hsx_dist.text import bounded
 from hsx_dist.tokenizers import template_hash, tokenizer_hash
@@ -238,6 +239,7 @@ def _load_config(config: ExtractConfig, path: str) -> Any:
     trust = trusts_remote_code(config.engine_kwargs)
     if not Path(path).exists():
         _check_id(path, config.revision)
+    check_folder(path)
     try:
         return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=trust)
     except (OSError, ValueError) as e:

@@ -31,6 +31,7 @@ from hsx_dist.models.weights import folder_weights
 from hsx_dist.reading.arguments import path_text
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample
+from hsx_dist.regular_files import open_regular
 from hsx_dist.text import head
 
 log = get_logger(__name__)
@@ -230,7 +231,7 @@ def _plain(run: Run, what: str, value: Any, form: re.Pattern[str]) -> str:
 def _read_json(path: Path, checks: Mapping[str, MemberCheck]) -> dict[str, Any]:
     """Load the JSON object in the file, and check its members."""
     try:
-        with path.open("rb") as f:
+        with open(path, "rb", opener=open_regular) as f:
             data = f.read(_JSON_BYTES + 1)
     except OSError as e:
         raise ConfigError(f"{path}: expected the model's file, got {e.strerror}. Name another model (--model)") from e
@@ -247,6 +248,7 @@ def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        open(path, opener=open_regular).close()  # safetensors would wait for a FIFO
         with safe_open(path, "pt") as f:
             yield f
     except (SafetensorError, OSError, UnicodeError) as e:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.regular_files import open_regular
 
 #: Weights, the code that ``trust_remote_code`` runs, and configurations. Others, such as a trainer's state, may change.
 _FILE = re.compile(
@@ -49,7 +50,7 @@ def folder_weights(model: str, load_format: object = "auto") -> str | None:
         )
         for path in paths:
             if _FILE.fullmatch(path.name) or (others and _OTHER.fullmatch(path.name)):
-                with path.open("rb") as f:
+                with open(path, "rb", opener=open_regular) as f:
                     size = f.seek(0, os.SEEK_END)
                     digest.update(f"{path.name!a} {size}\n".encode())
                     for start in _starts(size):

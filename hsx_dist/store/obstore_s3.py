@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from hsx_dist.config.urls import PROFILES_ENDPOINT, check_endpoint
 from hsx_dist.errors import ConfigError, install_extra
+from hsx_dist.regular_files import open_regular
 from hsx_dist.store.faults import looking_up
 from hsx_dist.store.obstore_connection import KEEP, Connection, NotTranslated, mapping, only
 
@@ -297,5 +297,6 @@ def _http_options(endpoint: str, verify: Any, client: Any, config_kwargs: Mappin
     if verify is False:
         found["allow_invalid_certificates"] = True
     elif isinstance(verify, str):
-        found["root_certificate"] = Path(verify).read_bytes()
+        with open(verify, "rb", opener=open_regular) as file:
+            found["root_certificate"] = file.read()
     return found

@@ -26,7 +26,7 @@ _CREDENTIALS = frozenset(
         "client_secret",
     }
 )
-#: Options that name what a link reads, in place of the URL. ``bounding_answers`` does not see them.
+#: Options that name the file that a link reads, in place of the URL. ``bounding_answers`` does not see them.
 _NAMES = frozenset({"fo", "fs", "protocol", "target_options", "target_protocol"})
 _EMULATOR = "STORAGE_EMULATOR_HOST"
 #: Schemes of local files.
@@ -40,8 +40,8 @@ def checked_options(url: str, options: Mapping[str, Any] | None) -> dict[str, An
     In the result the options of the first link of a chain are at the top. Those of others are in mappings by scheme.
 
     Raises:
-        ConfigError: a credential is no text, a flag is a text, an option names what is read, or an endpoint here or in
-            the environment has a user or a password. The message has no value.
+        ConfigError: a credential is no text, a flag is a text, or an option names a file in place of the URL. Or an
+            endpoint has a user or a password, also in the environment. The message has no value.
     """
     result = dict(_mapping("storage_options", options))
     first, *others = ["file"] if is_local(url) else [link.partition("://")[0] for link in url.split("::")]
@@ -81,8 +81,8 @@ def _check(name: str, options: Mapping[str, Any]) -> None:
     """Check a link's options: credentials are texts, flags are none, and endpoints have no credential."""
     if named := sorted(_NAMES & options.keys()):
         raise ConfigError(
-            f"{name}.{named[0]}: expected it to be absent, got a value: the URL alone names what is read. Name "
-            "it there, such as zip://NAME::URL"
+            f"{name}.{named[0]}: expected it to be absent, got a value: only the URL names the file. Name it "
+            "there, such as zip://NAME::URL"
         )
     client = _mapping(f"{name}.client_kwargs", options.get("client_kwargs"))
     for within, mapping in {name: options, f"{name}.client_kwargs": client}.items():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import re
-import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,9 +12,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hsx_dist.errors import ConfigError, HsxError
+from hsx_dist.regular_files import open_regular
 from hsx_dist.store.faults import FULL
 from hsx_dist.store.folder_listing import UNFINISHED
-from hsx_dist.store.folders import SAFELY, closed_on_error, opened
+from hsx_dist.store.folders import SAFELY, opened
 
 #: Number in the message of a library in Rust, such as safetensors.
 _RUST = re.compile(r"\(os error (\d{1,4})\)")
@@ -27,10 +26,7 @@ def regular_file(path: str, flags: int) -> int:
 
     Raises ``OSError`` for a link, a FIFO, a socket, a device and a folder.
     """
-    with closed_on_error(os.open(path, flags | SAFELY, 0o666)) as fd:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
-    return fd
+    return open_regular(path, flags | os.O_NOFOLLOW)
 
 
 @contextmanager

@@ -127,14 +127,14 @@ def test_the_options_of_each_link_are_checked(
         ("memory://h/a.jsonl", {"protocol": "http"}),
     ],
 )
-def test_the_url_alone_names_what_is_read(
+def test_only_the_url_names_the_file(
     path: str, options: dict[str, Any], configured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that an option names would have no limits, and a redirect would send its headers to another one."""
     if configured:
         monkeypatch.setitem(conf, path.partition("://")[0], options)
     given = {} if configured else options
-    with pytest.raises(ConfigError, match="the URL alone names what is read"):
+    with pytest.raises(ConfigError, match="only the URL names the file"):
         list(read_rows(InputConfig(path=path, storage_options=given)))
-    with pytest.raises(ConfigError, match="the URL alone names what is read"):
+    with pytest.raises(ConfigError, match="only the URL names the file"):
         open_store(path, given, backend="fsspec")

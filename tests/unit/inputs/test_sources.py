@@ -25,7 +25,7 @@ import zstandard
 from hsx_dist.config import InputConfig, load_config
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.inputs import listing, rows, tables
+from hsx_dist.inputs import listing, rows, sources, tables
 from hsx_dist.inputs.listing import find_input
 from hsx_dist.inputs.rows import Row, read_rows, rows_from
 
@@ -513,6 +513,30 @@ def test_a_fifo_or_a_device_is_no_input(name: str, kind: str, tmp_path: Path) ->
         read(tmp_path)
     with pytest.raises(ConfigError, match="expected a regular file"):
         read(f"file://{tmp_path}")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+@pytest.mark.parametrize("chain", ["zip://a.jsonl::", "zip://a.jsonl::file://", "zip://a.jsonl::simplecache::"])
+def test_a_fifo_or_a_device_is_no_zip_file(chain: str, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.zip"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="expected a regular file, got a FIFO, socket or device"):
+        read(f"{chain}{path}")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("chain", ["", "file://", "zip://a.jsonl::"])
+def test_a_fifo_that_replaces_a_file_is_not_read(chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user may replace the file after its check."""
+    path = tmp_path / ("a.zip" if chain.startswith("zip") else "a.jsonl")
+    os.mkfifo(path)
+    monkeypatch.setattr(sources, "_check_regular", lambda _: None)
+    with pytest.raises(ConfigError, match="got Invalid argument"):
+        read(f"{chain}{path}")
 
 
 @pytest.mark.parametrize("link", ["dir", "dask", "asyncwrapper", "generic", "simplecache::dask", "memory://x"])
