@@ -51,7 +51,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, error: type[OSError]
 ) -> None:
     """fsspec's find, glob and walk omit such a folder silently."""
-    monkeypatch.setattr(sources, "LocalFileSystem", _Denied)
+    monkeypatch.setattr(sources, "RegularFiles", _Denied)
     monkeypatch.setattr(_Denied, "error", error)
     for name in ("a", "secret"):
         lines(tmp_path / name / "x.jsonl", name)
@@ -129,7 +129,7 @@ class _Caching(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
 
 def test_a_folder_is_listed_again_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second extraction in one process must find new files."""
-    monkeypatch.setattr(sources, "LocalFileSystem", _Caching)
+    monkeypatch.setattr(sources, "RegularFiles", _Caching)
     lines(tmp_path / "one.jsonl", "a")
     assert keys(tmp_path) == ["one:00000000"]
     lines(tmp_path / "two.jsonl", "a")
