@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import crc32c as _crc32c
 
+from hsx_dist.errors import IntegrityError
 from hsx_dist.store.base import Buffer, as_bytes_view
 
 
@@ -19,6 +20,15 @@ def crc32c(data: Buffer, value: int = 0) -> int:
         return int(_crc32c.crc32c(data, value))
     view = as_bytes_view(data)
     return int(_crc32c.crc32c(view, value))
+
+
+def check_crc32c(found: int, expected: int, what: str) -> None:
+    """Raise ``IntegrityError`` if the checksum ``found`` of ``what`` is not the ``expected`` one."""
+    if found != expected:
+        raise IntegrityError(
+            f"{what}: expected crc32c {crc32c_hex(expected)}, got {crc32c_hex(found)}: the bytes changed. Restore the "
+            "object, or delete it and compute its samples again"
+        )
 
 
 def crc32c_join(value: int, following: int, nbytes: int) -> int:

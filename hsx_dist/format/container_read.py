@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from hsx_dist.errors import ConfigError, FormatError, IntegrityError
-from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.format.checksum import check_crc32c, crc32c
 from hsx_dist.format.chunk_places import ChunkPlaces
 from hsx_dist.format.codecs import Codec, codec_for
-from hsx_dist.format.codecs.base import check_expansion, raw_array
+from hsx_dist.format.codecs.base import FREE_BYTES, check_expansion, raw_array
 from hsx_dist.format.description import MAX_HEADER_BYTES
 from hsx_dist.format.header import parse_header
 from hsx_dist.format.loss import Loss
@@ -63,6 +63,7 @@ class Part:
         self._store = store
         self._front = memoryview(front)
         self._mended = False
+        self._size_is_known = False
         self._places = ChunkPlaces()
         self._where = f"{store.url.rstrip('/')}/{name}"
 
@@ -100,7 +101,9 @@ class Part:
             whole = store.head(name).size if size is None else size
             return cls._open(store, name, header_bytes, whole, front_bytes, again)
 
-        return verified(f"{store.url.rstrip('/')}/{name}", read)
+        part = verified(f"{store.url.rstrip('/')}/{name}", read)
+        part._size_is_known = size is None
+        return part
 
     @classmethod
     def _open(
@@ -142,9 +145,12 @@ class Part:
 
     def check_size(self) -> None:
         """Compare ``size``, which may be a receipt's claim, with the store's. ``FormatError`` if they differ."""
+        if self._size_is_known:
+            return
         found = self._store.head(self.name).size
         if found != self.size:
             raise FormatError(f"{self._where}: expected {self.size} bytes, got {found}")
+        self._size_is_known = True
 
     def layer_bytes(self, i: int) -> dict[int, int]:
         """Layer id → stored bytes of the states of segment ``i``; empty for a file without layer ids."""
@@ -300,6 +306,8 @@ class Part:
             self._mended = True
             front = self._front = fetched(self._store, self.name, [(0, shift + front.nbytes)], again)[0][shift:]
         far = [(shift + a, shift + b) for a, b in ranges if b > front.nbytes]
+        if sum(b - a for a, b in far) > FREE_BYTES:  # the size may be only a claim
+            self.check_size()
         found = iter(fetched(self._store, self.name, far, again) if far else ())
         return [front[a:b] if b <= front.nbytes else next(found) for a, b in ranges]
 
@@ -377,7 +385,7 @@ class Part:
         info = self._info(i)
         assert info.crcs is not None, "only a file in schema vllm has no checksums"
         place = f"segment {i}, layer {info.layer_ids[k]}, tokens {info.chunk_span(c)}"
-        _check(crc32c(data), info.crcs[k][c], place)
+        check_crc32c(crc32c(data), info.crcs[k][c], place)
         with located(place):
             codec_for(self.codec, info.dtype).decode(data, out, info.dtype)
 
@@ -394,21 +402,21 @@ class Part:
         """Schema ``vllm``: the checked rows of a chunk, ``[rows, L, H]``."""
         info = self._info(i)
         if info.crcs is not None:
-            _check(crc32c(view), info.crcs[0][c], f"segment {i}, tokens {info.chunk_span(c)}")
+            check_crc32c(crc32c(view), info.crcs[0][c], f"segment {i}, tokens {info.chunk_span(c)}")
         return np.frombuffer(view, CARRIER[info.dtype]).reshape(-1, info.num_layers, info.hidden_size)
 
     def _attached(self, i: int, names: Sequence[str], views: Sequence[memoryview]) -> dict[str, np.ndarray[Any, Any]]:
         found = {}
         for name, view in zip(names, views, strict=True):
             a = self._info(i).attached[name]
-            _check(crc32c(view), a.crc, f"attached {name!r} of segment {i}")
+            check_crc32c(crc32c(view), a.crc, f"attached {name!r} of segment {i}")
             found[name] = np.frombuffer(view, ATTACHMENT_DTYPE[a.dtype]).reshape(a.shape).copy()
         return found
 
     def _token_ids(self, i: int, view: memoryview) -> np.ndarray[Any, Any]:
         info = self._info(i)
         if info.token_crc is not None:
-            _check(crc32c(view), info.token_crc, f"token ids of segment {i}")
+            check_crc32c(crc32c(view), info.token_crc, f"token ids of segment {i}")
         return raw_array(view, 8, (info.segment.num_tokens,), "token_ids").astype(np.int64)
 
 
@@ -440,11 +448,3 @@ def _place(out: np.ndarray[Any, Any], x: np.ndarray[Any, Any], span: tuple[int, 
     """Copy the rows of a chunk (tokens ``span``) within ``[start, stop)`` to their place in ``out``."""
     a, b = max(span[0], start), min(span[1], stop)
     out[a - start : b - start] = x[a - span[0] : b - span[0]]
-
-
-def _check(crc: int, expected: int, what: str) -> None:
-    if crc != expected:
-        raise IntegrityError(
-            f"{what}: expected crc32c {crc32c_hex(expected)}, got {crc32c_hex(crc)}: the bytes changed. Restore the "
-            "object, or delete it and compute its samples again"
-        )

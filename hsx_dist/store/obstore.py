@@ -52,6 +52,9 @@ _PIECE = 8 << 20
 _CHECKED = ("s3", "s3a", "gs", "gcs")
 #: Concurrent range requests of all reading threads.
 _RANGES_AT_ONCE = 32
+#: Sizes up to which a request is rounded for its time limit: 64 MiB to 1 TiB. There are few because each limit has a
+#: client, which keeps a thread, descriptors and memory, and because receipts and headers may claim any size.
+_SIZES = tuple((64 << 20) * 4**k for k in range(8))
 
 
 class ObstoreStore:
@@ -59,7 +62,7 @@ class ObstoreStore:
 
     ``options`` are those of fsspec's file system for the scheme. Credentials, endpoint and region are resolved as by
     that file system. A request's limit is ``patience`` seconds, ten times that if the size is unknown, and a second for
-    every MiB. A longer request raises ``Unavailable``.
+    every MiB, rounded up to one of few sizes. A longer request raises ``Unavailable``.
 
     Raises:
         NotTranslated: obstore has no counterpart of an option, or changes a part of the URL's path; use fsspec.
@@ -142,7 +145,7 @@ class ObstoreStore:
                 "get",
                 name,
                 lambda obs, client: memoryview(obs.get_range(client, path, start=span[0], end=span[1])),
-                nbytes=min(largest, 1 << 40),
+                nbytes=largest,
                 past_end=memoryview(b""),
             )
 
@@ -239,9 +242,9 @@ class ObstoreStore:
     def _seconds(self, nbytes: int | None) -> float:
         if nbytes is None:
             return 10 * self._patience
-        step = 64 * SLOWEST_BYTES_S  # few distinct limits, as each has a client with separate connections
-        more = -(-nbytes // step) * step / SLOWEST_BYTES_S if nbytes > SLOWEST_BYTES_S else 0.0
-        return self._patience + more
+        if nbytes <= SLOWEST_BYTES_S:
+            return self._patience
+        return self._patience + next((n for n in _SIZES if nbytes <= n), _SIZES[-1]) / SLOWEST_BYTES_S
 
     def _path(self, name: str) -> str:
         return self._root + check_name(name)

@@ -24,7 +24,7 @@ from hsx_dist.cli.tables import layers_text
 from hsx_dist.errors import FormatError, IntegrityError, SampleNotFound
 from hsx_dist.format import compacted
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.format.codecs import ZstdCodec
+from hsx_dist.format.codecs import NoneCodec, ZstdCodec
 from hsx_dist.format.codecs.base import EXPANSION_VARIABLE, check_expansion
 from hsx_dist.format.container import Part
 from hsx_dist.format.description import Description
@@ -519,6 +519,18 @@ def test_states_that_expand_too_much_are_refused_before_the_token_ids_are_fetche
     part = Part.open(store, "p", header_bytes=len(head), size=len(head) + 8 * n + len(frame))
     with pytest.raises(FormatError, match=EXPANSION_VARIABLE):
         part.load(0, tokens=(0, 8))
+
+
+def test_a_large_range_that_is_only_claimed_is_not_requested() -> None:
+    n, store = 1 << 16, MemoryStore()
+    info = SegmentInfo(Segment("a", 0, 0, n, n), (0,), "bfloat16", 1024, n, 1, crcs=((0,),), token_crc=0)
+    description = Description(NoneCodec(), {}, "vllm", (info,))
+    head = build_header(description)
+    store.put("p", [head])
+    size = len(head) + description.data_bytes
+    part = Part.open(store, "p", header_bytes=len(head), size=size)
+    with pytest.raises(FormatError, match=f"expected {size} bytes, got {len(head)}"):
+        part.read(0)
 
 
 def test_verify_and_load_refuse_the_same_states() -> None:
