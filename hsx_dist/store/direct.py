@@ -106,7 +106,11 @@ def _continue_buffered(fd: int) -> None:
 
 
 def _buffer() -> np.ndarray[Any, Any]:
-    """This thread's buffer, page-aligned because it is a mapping."""
+    """This thread's buffer, page-aligned because it is a mapping.
+
+    Private: Python's default is shared, so the puts of a forked process would overwrite this process's buffer.
+    """
     if not hasattr(_own, "buffer"):
-        _own.buffer = np.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), np.uint8)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        _own.buffer = np.frombuffer(mmap.mmap(-1, _BUFFER_BYTES, flags=flags), np.uint8)
     return _own.buffer  # type: ignore[no-any-return]

@@ -6,6 +6,8 @@ import errno
 import fcntl
 import mmap
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,3 +172,37 @@ def test_a_full_disk_raises_and_leaves_no_file(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(StoreError, match="No space left on device"):
         LocalStore(tmp_path).put("a", _views(9 << 20))
     assert list(tmp_path.iterdir()) == []
+
+
+#: The forked process puts its object after the parent has filled its buffer, and before the parent writes it.
+_FORKED = """
+import os, sys
+from hsx_dist.store import direct
+from hsx_dist.store.local import LocalStore
+
+store, write = LocalStore(sys.argv[1]), direct._write_all
+store.put("first", [b"1" * (2 << 20)])
+filled, fill = os.pipe()
+child = os.fork()
+if child == 0:
+    os.read(filled, 1)
+    store.put("child", [b"2" * (2 << 20)])
+    os._exit(0)
+
+def after_the_child(fd, data):
+    direct._write_all = write
+    os.write(fill, b"1")
+    os.waitpid(child, 0)
+    write(fd, data)
+
+direct._write_all = after_the_child
+store.put("parent", [b"3" * (2 << 20)])
+"""
+
+
+def test_a_forked_process_does_not_write_into_its_parents_buffer(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", _FORKED, str(tmp_path)], check=True)
+    assert {name: set((tmp_path / name).read_bytes()) for name in ("child", "parent")} == {
+        "child": {ord("2")},
+        "parent": {ord("3")},
+    }
