@@ -49,10 +49,10 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
 def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
     unreadable: dict[str, None] = {}
 
-    def skipped(folder: str) -> None:
-        if folder not in unreadable:
-            unreadable[folder] = None
-            log.warning("gc skips a folder or link that it cannot read: folder=%s", folder)
+    def skipped(name: str) -> None:
+        if name not in unreadable:
+            unreadable[name] = None
+            log.warning("gc skips an object, folder or link that it cannot read: name=%s", name)
 
     if next(readable(store, skipped), None) is None and not unreadable:
         raise NotFound(f"{path}: expected a run, or where a server stores, got an empty place. Check the path")
@@ -63,7 +63,7 @@ def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
     if delete:
         gone = set(names)
         looked = names if len(names) <= _FEW else (info.name for info in readable(store, skipped) if info.name in gone)
-        require_gone(store, gone, (name for name in looked if is_expired(store, name, now)))
+        require_gone(store, gone, (name for name in looked if _is_left(store, name, now, skipped)))
     dead = unfinished(store, _LONGEST_PUT_S, skipped)
     left = _collect(store, dead, "never finished", delete=delete, as_json=as_json, denied=denied)
     if as_json:
@@ -75,7 +75,10 @@ def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
     say(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
     _print_unfinished(left, delete=delete)
     if unreadable:
-        say(f"{len(unreadable):,} folders or links cannot be read, and were skipped: check mounts, or run gc as owner")
+        say(
+            f"{len(unreadable):,} objects, folders or links cannot be read, and were skipped: check mounts, or run gc "
+            "as owner"
+        )
     if busy:
         say(f"{len(busy):,} objects are in use or have an error, and stay: run gc again")
     if denied:
@@ -112,7 +115,7 @@ def _collect_expired(
         is_left = False
         if not tried(name):
             with of_deletes.of(name):
-                is_left = is_expired(store, name, now)
+                is_left = _is_left(store, name, now, skipped)
         return is_left
 
     for name, _ in expired(store, now, unreadable=skipped, failures=of_reads):
@@ -120,6 +123,15 @@ def _collect_expired(
             busy.append(name)
     busy = [name for name in busy if stays(name)]
     return names, busy + of_reads.names + of_deletes.names, denied
+
+
+def _is_left(store: Store, name: str, now: float, skipped: Callable[[str], None]) -> bool:
+    """``is_expired``. Skips an object that this user may not read: another process stored it anew."""
+    try:
+        return is_expired(store, name, now)
+    except Denied:
+        skipped(name)
+        return False
 
 
 def _not_allowed(name: str, error: Denied, denied: list[str]) -> None:

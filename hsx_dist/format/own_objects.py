@@ -32,7 +32,11 @@ _MEMBERS = {
 
 
 def run_objects(root: Store, folder: str) -> Iterator[ObjectInfo]:
-    """The objects of a run in ``folder`` (empty: next to ``run.json``). Receipts and parts, the evidence, are last."""
+    """The objects of a run in ``folder`` (empty: next to ``run.json``). Receipts and parts, the evidence, are last.
+
+    Raises:
+        Denied: this user may not read an object that may be of a version 1 run. Removals must not leave it behind.
+    """
     if folder:
         yield from (info for info in root.list(f"{folder}probe-") if _PROBE.fullmatch(info.name.removeprefix(folder)))
     for prefix, pattern in sorted(OBJECTS_OF_A_RUN.items(), key=lambda item: item[0] in _EVIDENCE):
@@ -56,7 +60,12 @@ def has_evidence(root: Store, folder: str) -> bool:
 def _has_members(root: Store, name: str) -> bool:
     try:
         found = read_json(root, name)
-    except (Denied, FormatError, NotFound):  # of another program or user, damaged, or just deleted
+    except Denied as e:
+        raise Denied(
+            f"{root.url}/{name}: expected an object that this user may read, as it may be of a run, got {e}. Run the "
+            "command as its owner, or move an object that is not of the run to another folder"
+        ) from e
+    except (FormatError, NotFound):  # of another program, damaged, or just deleted
         return False
     stored = next(members for pattern, members in _MEMBERS.items() if pattern.fullmatch(name))
     if not stored <= found.keys() or type(found.get("by", 0)) is not int:

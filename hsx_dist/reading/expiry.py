@@ -75,8 +75,8 @@ def expired(
 ) -> Iterator[tuple[str, float]]:
     """Yield (name, expiry in seconds since the epoch) of the expired objects and markers under the store's URL.
 
-    Skips objects that are not in this project's format, objects with an error (``failures`` has their names), and
-    folders that cannot be read: see ``readable``.
+    Skips objects that are not in this project's format, and objects with an error (``failures`` has their names).
+    Calls ``unreadable`` with the names of objects that this user may not read, and of folders: see ``readable``.
 
     Raises:
         ConfigError: there is a run at the URL.
@@ -93,14 +93,17 @@ def expired(
         if info.name.endswith(LOCK):
             continue
         end = None
-        with failures.of(info.name):
-            end = _end(store, info.name, info.size)
+        try:
+            with failures.of(info.name):
+                end = _end(store, info.name, info.size)
+        except Denied:
+            unreadable(info.name)
         if end is not None and end <= now:
             yield info.name, end
 
 
 def is_expired(store: Store, name: str, now: float) -> bool:
-    """Whether an object or marker of this name exists and has expired at ``now``."""
+    """Whether an object or marker of this name exists and has expired at ``now``. Raises ``StoreError``."""
     end = _end(store, name)
     return end is not None and end <= now
 
@@ -117,7 +120,7 @@ def _end(store: Store, name: str, size: int | None = None) -> float | None:
             segments = (info.segment for info in Part.open(store, name, size=size).segments)
             ends = (s.meta.get("expires") for s in segments if s.column == 0)  # the other columns do not repeat it
         return _latest(ends)
-    except (Denied, FormatError, NotFound, ValueError):
+    except (FormatError, NotFound, ValueError):
         return None
 
 
@@ -195,7 +198,7 @@ def remove(store: Store, name: str, now: float | None = None) -> bool:
       a server or a reader holds is left for the next call. So is one whose lock file has an error, which is logged.
 
     Raises:
-        Denied: this user may not read the lock file, or not delete the object.
+        Denied: this user may not read the lock file or the object, or not delete the object.
         StoreError: the store failed, or has no conditional deletes.
     """
     now = time.time() if now is None else now

@@ -120,10 +120,10 @@ def test_folders_that_may_not_be_read_are_skipped_reported_and_logged_once(with_
         found = json.loads(out)
         assert found["expired"] == ["m/open/old.safetensors", "z/old.safetensors"], err
         assert sorted(found["unreadable"]) == unreadable
-        assert [err.count(f"folder={name}") for name in unreadable] == [1, 1, 1, 1]
+        assert [err.count(f"name={name}") for name in unreadable] == [1, 1, 1, 1]
     assert not (root / "z" / "old.safetensors").exists()
     out, err = as_a_user(GC, str(root))
-    assert "4 folders or links cannot be read, and were skipped: check mounts, or run gc as owner" in out, err
+    assert "4 objects, folders or links cannot be read, and were skipped: check mounts, or run gc as owner" in out, err
 
 
 @as_root
@@ -143,6 +143,31 @@ def test_a_file_of_another_user_stops_no_gc(prefix):
     assert (prefix / "bad.error.json").exists()
     out, _ = as_a_user(GC, str(prefix), "--delete")
     assert "2 files may not be removed by this user, and stay" in out
+
+
+def test_objects_that_may_not_be_read_are_skipped_reported_and_logged(prefix):
+    names = ["bad.error.json", "old.safetensors"]
+    for name in names:
+        (prefix / name).chmod(0o200)
+    for more in ([], ["--delete"]):
+        out, err = as_a_user(GC, str(prefix), "--json", *more)
+        found = json.loads(out)
+        assert (found["expired"], sorted(found["unreadable"])) == (["odd.bin.failed.json"], names), err
+        assert [err.count(f"name={name}") for name in names] == [1, 1]
+    assert all((prefix / name).exists() for name in names)
+
+
+def test_an_object_that_may_not_be_read_after_the_look_is_skipped(tmp_path):
+    """A server stored it anew, with another mode."""
+    (tmp_path / "bad.error.json").touch(0o200)
+    code = """
+from hsx_dist.cli.gc import _is_left
+from hsx_dist.store import open_store
+skipped = []
+print(_is_left(open_store(sys.argv[1]), "bad.error.json", 1.0, skipped.append), skipped)
+"""
+    out, err = as_a_user(code, str(tmp_path))
+    assert out == "False ['bad.error.json']\n", err
 
 
 def test_an_object_in_use_is_tried_again_and_reported(prefix):

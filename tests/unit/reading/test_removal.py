@@ -43,6 +43,7 @@ from hsx_dist.testing.faulty_stores import LyingStore, Strike, T, Verb, WrappedS
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import RunWriter, store_run, whole
+from tests.harness.users import as_a_user
 
 SAMPLES = [random_sample(key, 3, seed=i, layer_ids=(1,), hidden_size=4) for i, key in enumerate("abcdef")]
 
@@ -351,3 +352,18 @@ def test_an_object_that_is_stored_again_during_gc_is_no_error(
         assert len(store.objects) == 2
         listings.append(store.listings)
     assert listings[1] == listings[0] + 1  # a few objects are not looked for in the whole prefix
+
+
+def test_a_removal_leaves_no_object_that_may_be_of_the_run_behind(tmp_path: Path) -> None:
+    store_run(LocalStore(tmp_path), SAMPLES, version=1)
+    own = tmp_path / "attempts" / "0001.json"
+    parts = [path for folder in ("data", "manifest") for path in (tmp_path / folder).rglob("*.*")]
+    assert len(parts) > 1
+    own.chmod(0o000)
+    rm = "from hsx_dist.cli import main\nmain(['rm', sys.argv[1], '--yes'])"
+    out, err = as_a_user(rm, str(tmp_path))
+    assert "attempts/0001.json: expected an object that this user may read" in err, out
+    assert all(path.exists() for path in (own, *parts))
+    own.chmod(0o600)
+    out, err = as_a_user(rm, str(tmp_path))
+    assert not any(path.exists() for path in (own, *parts)), err
