@@ -28,7 +28,7 @@ from pathlib import Path
 from hsx_dist.format.markers import lock_name
 from hsx_dist.logger import get_logger
 from hsx_dist.store.folder_listing import UNFINISHED
-from hsx_dist.store.folders import SAFELY, close, closed_on_error, is_at, opened
+from hsx_dist.store.folders import SAFELY, close, close_lock, closed_on_error, is_at, opened
 from hsx_dist.transport.affinity import any_core
 
 log = get_logger(__name__)
@@ -136,7 +136,7 @@ class ObjectLocks:
                     fd, lock.fd, lock.held = lock.fd, fd, held
             if held and not kept and not self._is_there(name):
                 self._remove(name, fd)
-            close(fd)
+            close_lock(fd)
 
     def _settle(self, name: str, holder: str) -> bool:
         """Try a queued lock. Returns whether no further try is needed."""
@@ -238,7 +238,7 @@ class ObjectLocks:
                     return  # ``release_all`` has closed it
                 if not lock.holders:
                     del self._held[name]
-                    close(lock.fd)
+                    close_lock(lock.fd)
                     return
                 if not empty:
                     lock.going = False
@@ -264,7 +264,7 @@ class ObjectLocks:
         with self._mutex:
             if self._held.get(name) is lock:
                 fd, lock.fd, lock.held = lock.fd, fd, held
-            close(fd)
+            close_lock(fd)
 
     def release_all(self) -> None:
         """Close all lock files at shutdown, which releases their locks."""
@@ -276,7 +276,7 @@ class ObjectLocks:
             return  # a file system call hangs: the process's end releases the locks instead
         with self._mutex:
             for lock in self._held.values():
-                close(lock.fd)
+                close_lock(lock.fd)
             self._held.clear()
             self._names.clear()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
-from hsx_dist.store.folders import close, open_own, private_folder
+from hsx_dist.store.folders import close, close_lock, open_own, private_folder
 
 log = get_logger(__name__)
 
@@ -51,7 +51,7 @@ class CoreClaim:
 
     def release(self) -> None:
         for fd in self._files:
-            close(fd)
+            close_lock(fd)
         self._files.clear()
 
 

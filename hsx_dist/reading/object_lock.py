@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 from hsx_dist.errors import Denied, HsxError, NotFound, Unavailable
 from hsx_dist.format.markers import lock_name
-from hsx_dist.store.folders import SAFELY, close, is_at, opened
+from hsx_dist.store.folders import SAFELY, close, close_lock, is_at, opened
 
 #: Errors of a name without a lock file, and of a file system without locks or that can only be read.
 _NO_LOCK = frozenset(
@@ -48,7 +48,7 @@ def shared_lock(root: str, name: str) -> Iterator[None]:
             raise answer
     finally:
         if fd is not None:
-            close(fd)
+            close_lock(fd)
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def exclusive_lock(root: str, name: str) -> Iterator[bool]:
         yield fd is not None
     finally:
         if fd is not None:
-            close(fd)
+            close_lock(fd)
 
 
 def _take(root: str, name: str, *, alone: bool = False) -> int | None:

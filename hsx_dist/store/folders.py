@@ -7,6 +7,7 @@ no effect.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import threading
@@ -92,6 +93,16 @@ def close(fd: int) -> None:
     """
     with suppress(OSError):
         os.close(fd)
+
+
+def close_lock(fd: int) -> None:
+    """Release the ``flock`` of a descriptor, and close it.
+
+    Closing alone would keep the lock while a forked process has a copy of the descriptor.
+    """
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    close(fd)
 
 
 @contextmanager
@@ -228,6 +239,10 @@ class SyncedFolders:
     def __init__(self, most: int = 64):
         self._most = most
         self._kept: OrderedDict[tuple[Hashable, int, int], int] = OrderedDict()  # where, device and inode → descriptor
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)  # another thread of the parent may have held the mutex
+
+    def _renew(self) -> None:
         self._mutex = threading.Lock()
 
     def once(self, where: Hashable, folder: int, sync: Callable[[], None]) -> None:

@@ -589,3 +589,39 @@ def test_a_folder_that_cannot_be_looked_at_does_not_end_the_server(tmp_path, mon
     locks.hold("a", "r")
     assert is_held(tmp_path / "a.lock")
     locks.release_all()
+
+
+_FORKED = """
+import os, sys
+from hsx_dist.connector.locks import ObjectLocks
+from hsx_dist.reading.object_lock import exclusive_lock, shared_lock
+
+locks, root = ObjectLocks(sys.argv[1]), sys.argv[1]
+
+def has_no_lock_after(release):
+    wait, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.read(wait, 1)  # until the parent closes its end
+        os._exit(0)
+    release()
+    with exclusive_lock(root, "a"):
+        pass
+    os.close(end)
+    os.waitpid(child, 0)
+
+locks.hold("a", "r1")
+has_no_lock_after(lambda: locks.release("r1", stored=True))
+for lock in (shared_lock, exclusive_lock):
+    held = lock(root, "a")
+    held.__enter__()
+    has_no_lock_after(lambda: held.__exit__(None, None, None))
+locks.hold("a", "r2")
+has_no_lock_after(locks.release_all)
+"""
+
+
+def test_a_released_lock_is_not_kept_by_a_forked_process(tmp_path):
+    done = subprocess.run([sys.executable, "-c", _FORKED, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

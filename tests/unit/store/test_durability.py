@@ -229,3 +229,23 @@ def test_a_disk_that_fails_in_syncs(tmp_path: Path) -> None:
     if done.returncode == NO_LOOP or "unshare" in done.stderr:
         pytest.skip("this machine lets no process mount a loop device")
     assert done.returncode == 0, done.stderr
+
+
+_FORKED = """
+import os, signal, sys
+from hsx_dist.store.local import LocalStore, _synced
+
+store = LocalStore(sys.argv[1])
+with _synced._mutex:  # as another thread's put
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        store.put("child/a", [b"1"])
+        os._exit(0)
+assert os.waitpid(child, 0)[1] == 0, "the put of the forked process did not return"
+"""
+
+
+def test_a_process_that_is_forked_during_a_put_can_put(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", _FORKED, str(tmp_path)], check=True)
+    assert (tmp_path / "child" / "a").read_bytes() == b"1"
