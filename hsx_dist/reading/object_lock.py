@@ -79,7 +79,7 @@ def _take(root: str, name: str, *, alone: bool = False) -> int | None:
     while True:
         fd = None
         try:
-            with opened(root, folder) as parent:
+            with opened(root, folder, search=True) as parent:
                 fd = _open(parent, last, writable=alone)
                 fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
                 if is_at(fd, parent, last):

@@ -36,6 +36,7 @@ def opened(
     *,
     make: bool = False,
     own_links: bool = False,
+    search: bool = False,
     entered: Callable[[int, int, str], None] | None = None,
 ) -> Iterator[int]:
     """Yield a descriptor of the folder ``path`` (``/`` between its components) below ``root``.
@@ -45,16 +46,20 @@ def opened(
     Args:
         make: make missing folders. Refuses another user's folder in a parent where every user may make folders.
         own_links: follow links that belong to this process's user or to root, also in the targets of links.
+        search: also open folders that this user may search but not read. They cannot be listed or synced.
         entered: called for each component with the descriptors of a folder and of its subfolder, and the name.
 
     Raises:
         OSError: ``ELOOP`` for a link that is not followed, ``EACCES`` for a folder of another user, and the errors of
             ``open`` and ``mkdir``.
     """
-    folder = os.dup(root) if isinstance(root, int) else os.open(root, FOLDER)
+    if isinstance(root, int) and search:  # it may be open for searching only
+        folder = open_folder(".", dir_fd=root, search=True)
+    else:
+        folder = os.dup(root) if isinstance(root, int) else open_folder(root, search=search)
     try:
         for name in path.split("/") if path else ():
-            with closed_on_error(_enter(folder, name, make=make, own_links=own_links)) as child:
+            with closed_on_error(_enter(folder, name, make=make, own_links=own_links, search=search)) as child:
                 if entered is not None:
                     entered(folder, child, name)
             close(folder)
@@ -64,10 +69,25 @@ def opened(
         close(folder)
 
 
-def _enter(folder: int, name: str, *, make: bool, own_links: bool) -> int:
+def open_folder(
+    path: str | os.PathLike[str], flags: int = 0, *, dir_fd: int | None = None, search: bool = False
+) -> int:
+    """Open a folder. With ``search``, this user need not have the right to read it.
+
+    A readable folder is opened for reading: only then an NFS client asks its server for new names.
+    """
+    try:
+        return os.open(path, FOLDER | flags, dir_fd=dir_fd)
+    except PermissionError:
+        if not search:
+            raise
+        return os.open(path, SEARCH | flags, dir_fd=dir_fd)
+
+
+def _enter(folder: int, name: str, *, make: bool, own_links: bool, search: bool) -> int:
     while True:
         try:
-            child = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+            child = open_folder(name, os.O_NOFOLLOW, dir_fd=folder, search=search)
         except FileNotFoundError:
             if not make:
                 raise

@@ -28,7 +28,7 @@ from hsx_dist.store.direct import write_direct
 from hsx_dist.store.faults import FULL, TRANSIENT
 from hsx_dist.store.file_io import closed_after, read_range, write_all
 from hsx_dist.store.folder_listing import UNFINISHED, FolderListing, unfinished_files
-from hsx_dist.store.folders import FOLDER, SAFELY, SyncedFolders, is_at, opened
+from hsx_dist.store.folders import SAFELY, SyncedFolders, is_at, open_folder, opened
 from hsx_dist.store.inode_lock import NOT_OPENED, lacks_locks, lock_exclusively, lock_for_put
 from hsx_dist.store.root_folder import RootFolder
 
@@ -251,13 +251,11 @@ class LocalStore:
         with suppress(FileNotFoundError, NotADirectoryError):
             return path.stat()
         folder, last = self._split(name)
-        with self._root.opened(search=True) as root:
-            try:
-                parent = os.open(folder or ".", FOLDER, dir_fd=root)
-            except PermissionError:  # a folder that may be searched, but not read
-                return os.stat(name, dir_fd=root)
-            with closed_after(parent):
-                return os.stat(last, dir_fd=parent)
+        with (
+            self._root.opened(search=True) as root,
+            closed_after(open_folder(folder or ".", dir_fd=root, search=True)) as parent,
+        ):
+            return os.stat(last, dir_fd=parent)
 
     def _require_file(self, name: str, found: os.stat_result) -> None:
         if stat.S_ISDIR(found.st_mode):
@@ -276,8 +274,8 @@ class LocalStore:
 
     @contextmanager
     def _opened(self, folder: str) -> Iterator[int]:
-        """Yield the open folder."""
-        with self._root.opened() as root, opened(root, folder) as fd:
+        """Yield the open folder, from which files are opened or removed."""
+        with self._root.opened(search=True) as root, opened(root, folder, search=True) as fd:
             yield fd
 
     def _sync_root(self, root: int) -> None:

@@ -443,3 +443,27 @@ def test_a_missing_object_in_a_folder_that_may_not_be_read_is_not_found(tmp_path
             LocalStore(tmp_path).head("a/b")
     finally:
         (tmp_path / "a").chmod(0o755)
+
+
+def test_a_user_who_may_search_a_folder_reads_and_deletes_known_names(tmp_path: Path) -> None:
+    code = """
+from hsx_dist.reading.object_lock import shared_lock
+from hsx_dist.store.local import LocalStore
+from hsx_dist.store.within import ConfinedFolder
+for root, name in ((sys.argv[1], "a"), (os.path.dirname(sys.argv[1]), "closed/a")):
+    with shared_lock(root, name):
+        for store in (LocalStore(root), ConfinedFolder(root)):
+            print(store.head(name).size, store.get(name), store.version(name) != "")
+LocalStore(sys.argv[1]).delete("a")
+"""
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    (closed / "a").write_bytes(b"1")
+    (closed / "a.lock").touch()
+    closed.chmod(0o311)
+    try:
+        out, err = as_a_user(code, str(closed))
+    finally:
+        closed.chmod(0o755)
+    assert out.splitlines() == ["1 b'1' True"] * 4, err
+    assert not (closed / "a").exists(), err
