@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
@@ -32,6 +32,8 @@ from hsx_dist.reading.object_lock import shared_lock
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Layers, Sample, Tokens
 from hsx_dist.store import Store, open_store
+from hsx_dist.store.base import check_name
+from hsx_dist.store.folder_listing import UNFINISHED
 from hsx_dist.text import bounded, printable
 
 #: Seconds between two checks for a sample.
@@ -82,7 +84,8 @@ def load_hidden_states(
         NotFound, SampleNotFound: after ``wait`` seconds there is still no such object, run or sample.
         SampleFailed: the producer recorded that the sample will never exist.
         SampleConflict: the sample still has another ``identity``, or none, after ``wait`` seconds.
-        ConfigError: a run without a key, no such layer, or ``identity`` is not from an answer.
+        ConfigError: a run without a key, a path that cannot name an object, no such layer, or ``identity`` is not from
+            an answer.
         FormatError, IntegrityError: the stored bytes are not valid, or changed.
         Unavailable: the store still gives no usable answer after ``wait`` seconds.
         StoreError: the store failed otherwise.
@@ -115,7 +118,15 @@ def _folder_and_name(path: str) -> tuple[str, str]:
     folder, _, name = path.rpartition("/")
     if not name or folder.endswith(":/"):
         raise ConfigError(f"{path}: expected an object, or a run and a key, got a folder and no key. Add the key")
+    if not _names_an_object(name):
+        raise ConfigError(f"expected the path or URL of an object, got {bounded(repr(path), 200)}. Check its last part")
     return folder or ("/" if path.startswith("/") else "."), name
+
+
+def _names_an_object(name: str) -> bool:
+    with suppress(ValueError):
+        return not check_name(name).startswith(UNFINISHED)
+    return False
 
 
 def load_object(

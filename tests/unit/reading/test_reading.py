@@ -187,6 +187,10 @@ def test_missing_runs_samples_and_layers_raise(store: Store, tmp_path: Path) -> 
         run["long"].load(tokens=slice(0, 10, 2))
     with pytest.raises(ConfigError, match="key"):
         load_hidden_states(store.url)
+    for name in ("..", ".", "a\0.safetensors", ".hsx-unfinished-1.safetensors"):
+        for url in (store.url, "memory://place"):
+            with pytest.raises(ConfigError, match=r"path or URL of an object, got .*Check its last part"):
+                load_hidden_states(f"{url}/{name}", "long" if name.endswith("s") else None)
     with pytest.raises(SampleFailed, match="replica died"):
         load_hidden_states(store.url, "unlucky")
     with pytest.raises(SampleFailed, match="no text"):
