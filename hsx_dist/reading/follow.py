@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -24,8 +24,9 @@ from hsx_dist.store import Store
 _Writer = tuple[int, str]
 #: Makes the position, or the state, of the moment when it was taken.
 Mark = Callable[[], dict[str, Any]]
-#: Member of a position with the lost keys. Writers' members contain a slash.
-_LOST = "lost"
+#: Members of a position: keys that the consumer lacks although it has finished their receipts, and parts that gave it
+#: nothing, since they were void before any of their samples arrived. Writers' members contain a slash.
+_LOST, _VOID = "lost", "void"
 #: Number of names in one response of S3 to a listing.
 _PAGE = 1000
 #: Maximum seconds between a driver's last heartbeat and its complete manifest.
@@ -49,7 +50,7 @@ def has_position(store: Store, position: Mapping[str, Any]) -> bool:
 def position_check(value: Any) -> str | None:
     """A ``Check`` for a follower's ``position``."""
     lost = list_of(text)
-    fine = isinstance(value, Mapping) and lost(value.get(_LOST, [])) is None
+    fine = isinstance(value, Mapping) and all(lost(value.get(name, [])) is None for name in (_LOST, _VOID))
     for name, at in _writers(value) if fine else ():
         attempt, slash, writer = name.partition("/")
         fine &= bool(slash and writer) and attempt.isascii() and attempt.isdecimal() and len(attempt) < 10
@@ -66,7 +67,7 @@ FOLLOWED_MEMBERS = {
 
 
 def _writers(position: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((name, at) for name, at in position.items() if name != _LOST)
+    return ((name, at) for name, at in position.items() if name not in (_LOST, _VOID))
 
 
 class _Done:
@@ -136,8 +137,8 @@ def _replay(
 class Follower:
     """Yields each sample of a run once, as soon as it is proven, and ends when the run is complete.
 
-    Requests each writer's next receipt by name. Lists objects only to find new writers. A resumed follower yields a
-    sample again if its part was lost and an attempt computed the sample again.
+    Requests each writer's next receipt by name. Lists objects only to find new writers. A sample whose part was lost
+    after it was done is not yielded again, also by a resumed follower, if an attempt computes the sample again.
 
     Args:
         place: the run.
@@ -173,6 +174,8 @@ class Follower:
         # Samples whose part was missing: key → the parts of its segments at that time, None after a resume.
         self._lost: dict[str, tuple[str, ...] | None] = dict.fromkeys((state or {}).get(_LOST, ()))
         self._given: dict[str, None] = {}  # those of them that the consumer has now
+        void = state.get(_VOID) if state else ()  # None: a state of an earlier version
+        self._void: dict[str, None] | None = None if void is None else dict.fromkeys(void)
         # Receipts that were read and that the consumer has not finished, in reading order.
         self._open: deque[tuple[_Writer, int]] = deque()
         self._newest = 0  # the newest known attempt
@@ -184,17 +187,19 @@ class Follower:
         """The state of ``done`` and ``lost``, as JSON types.
 
         Each writer maps to the first receipt that the consumer has not finished, and the keys of its done samples. The
-        lost keys follow.
+        lost keys and the void parts follow.
         """
         return self.mark()()
 
     def mark(self) -> Mark:
         """Mark the present ``position``. Takes constant time, because each item of a data set has a mark."""
         done, lost, given = self._done.mark(), len(self._lost), len(self._given)
+        void, parts = self._void, len(self._void or ())
 
         def position() -> dict[str, Any]:
             left = sorted(set(islice(self._lost, lost)).difference(islice(self._given, given)))
-            return done() | ({_LOST: left} if left else {})
+            found = done() | ({_LOST: left} if left else {})
+            return found if void is None else found | {_VOID: list(islice(void, parts))}
 
         return position
 
@@ -282,15 +287,27 @@ class Follower:
         scanned = receipts_after(self._store, complete)
         found = [r for r in scanned if r.seq >= self._next.get((r.attempt, r.writer), 1)]
         found.sort(key=lambda r: r.id)  # ``done`` relies on each writer's order
-        # Void the lost parts first: their samples are then completed by the attempt that computed them again.
-        self._manifest.declare_void([part for receipt in found for part in receipt.void])
+        void = [part for receipt in found for part in receipt.void]
         # Take finished receipts first. A sample in several segments that was done is then known, in any order.
         old = [r for r in found if r.seq < self._done.first((r.attempt, r.writer))]
         new = [r for r in found if r.seq >= self._done.first((r.attempt, r.writer))]
-        for receipt in old:
-            self._take(receipt)
+        if self._void is None:
+            # Parts that did give samples may be among them: these samples are yielded again. No sample is left out.
+            self._void = dict.fromkeys(void)
+        self._take_finished(old)
+        # Void the lost parts before new receipts: the attempt that computed their samples again then completes them.
+        self._declare_void(void)
+        for key in self._lost if old else ():  # without a receipt from which ``computed_again`` could yield it
+            if self._came.get(key) is not None and key not in self._manifest.samples:
+                del self._came[key]
         for receipt in new:
             yield from self._take(receipt)
+
+    def _take_finished(self, receipts: Sequence[Receipt]) -> None:
+        """Add receipts whose samples are done, also those in parts that were declared void later."""
+        self._manifest.declare_void(list(self._void or ()))
+        for receipt in receipts:
+            self._take(replace(receipt, void=()) if receipt.void else receipt)
 
     def _ask(self) -> Iterator[SampleRecord]:
         for log in sorted(self._next.keys() - self._sealed):
@@ -309,14 +326,35 @@ class Follower:
         and a receipt may name a million."""
         writer = (receipt.attempt, receipt.writer)
         self._next[writer] = max(self._next.get(writer, 1), receipt.seq + 1)
+        self._declare_void(receipt.void)
         self._manifest.add(receipt)
         if receipt.seq >= self._done.first(writer):
             self._open.append((writer, receipt.seq))
+            if receipt.part is not None and receipt.part not in self._manifest.parts:
+                self._omit(receipt)
         samples = self._manifest.samples
         keys = dict.fromkeys(receipt.table.keys())
         arrived = [key for key in keys if key not in self._came and key in samples]
         self._came.update(dict.fromkeys(arrived, (writer, receipt.seq)))
         return map(samples.__getitem__, arrived)
+
+    def _declare_void(self, parts: Sequence[str]) -> None:
+        """Treat ``parts`` as lost. Other parts may complete their samples."""
+        known = [self._manifest.parts[part] for part in parts if part in self._manifest.parts]
+        self._manifest.declare_void(parts)
+        for receipt in known:
+            self._omit(receipt)
+
+    def _omit(self, receipt: Receipt) -> None:
+        """Record the samples of a void part that have not arrived. A resume counts the others of a finished receipt as
+        done. Of most void parts either all or none arrived: the part's name is far shorter than its keys."""
+        keys = dict.fromkeys(receipt.table.keys())
+        omitted = [key for key in keys if key not in self._came]
+        if len(omitted) < len(keys):
+            for key in omitted:
+                self._lost.setdefault(key, ())
+        elif receipt.part is not None and self._void is not None:
+            self._void[receipt.part] = None
 
     def _find_writers(self) -> None:
         """Find new writers with one listing. After a full page of one writer, a new listing skips the writer's rest."""

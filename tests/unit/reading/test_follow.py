@@ -7,7 +7,7 @@ import random
 import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,16 @@ from hsx_dist.errors import (
     Unavailable,
 )
 from hsx_dist.format.codecs import NoneCodec
-from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof
+from hsx_dist.format.manifest import Manifest, Receipt, SampleRecord, SegmentProof
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.place import Place, open_place, start_run
+from hsx_dist.format.presence import exists
 from hsx_dist.format.runs import beat, load_manifest, take_attempt
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.page import Segment
-from hsx_dist.reading.follow import Follower, has_position
+from hsx_dist.reading.follow import Follower, has_position, position_check
 from hsx_dist.reading.garbage import remove_run
+from hsx_dist.reading.missing import missing_parts
 from hsx_dist.reading.retention import Retention, rank_of
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.verify import verify_run
@@ -651,13 +653,13 @@ def test_sound_parts_that_cannot_be_noted_name_their_file(tmp_path: Path) -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 
 
-def parts_of_a_run(rnd: random.Random) -> list[tuple[str, list[tuple[int, Segment]]]]:
+def parts_of_a_run(rnd: random.Random, wanted: Iterable[int] = range(6)) -> list[tuple[str, list[tuple[int, Segment]]]]:
     """(writer, the samples' segments of one part). Samples have one to three segments over three writers. A few are
     stored twice.
     """
     cut = []
-    for i, sample in enumerate(SMALL):
-        segments = [(i, segment) for segment in sample.segments(*rnd.choice([(), (), (3,), (2, 4)]))]
+    for i in wanted:
+        segments = [(i, segment) for segment in SMALL[i].segments(*rnd.choice([(), (), (3,), (2, 4)]))]
         cut += segments * (2 if rnd.random() < 0.2 else 1)
     rnd.shuffle(cut)
     parts = []
@@ -707,6 +709,144 @@ def test_a_follower_gives_each_sample_once_when_resumed_at_any_point(seed: int) 
             if arrival is not None:
                 ahead.append(arrival)
     assert sorted(given) == [s.key for s in SMALL]
+
+
+class LosingRun:
+    """A run that loses parts, and attempts that compute their samples again."""
+
+    def __init__(self, rnd: random.Random):
+        self._rnd, self._root = rnd, MemoryStore()
+        self.place = start_run(self._root, {"meaning": {}})
+        self.complete, self._left = False, rnd.randint(0, 4)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._writers = {"u": RunWriter(self._root, NoneCodec(), name="u")}
+        for name in "vw":  # of the same attempt
+            self._writers[name] = copy(self._writers["u"])
+            self._writers[name].name = name
+        manifest = load_manifest(self.place.store)
+        lost = missing_parts(self.place.store, manifest, self.place.version)
+        RowLedger(self.place.store, self._writers["u"].attempt, manifest).declare_lost(lost)
+        wanted = [i for i, s in enumerate(SMALL) if s.key not in manifest.samples]
+        self._todo = parts_of_a_run(self._rnd, wanted)
+
+    def step(self) -> None:
+        stored = sorted(info.name for info in self.place.store.list("data/"))
+        if stored and self._left and not self.complete and self._rnd.random() < 0.4:
+            self._left -= 1
+            self.place.store.delete(self._rnd.choice(stored))
+        elif self._todo and self._rnd.random() < 0.8:
+            name, segments = self._todo.pop()
+            self._writers[name].put([(SMALL[i], segment, i) for i, segment in segments])
+        elif self._todo or missing_parts(self.place.store, load_manifest(self.place.store), self.place.version):
+            self._begin()
+        elif not self.complete:
+            self._writers["u"].complete()
+            self.complete = True
+
+    def holds(self, record: SampleRecord) -> bool:
+        return all(exists(self.place.store, proof.part) for proof in record.segments)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_follower_gives_each_sample_once_although_parts_are_lost(seed: int) -> None:
+    """A sample that was done is not given again, and no other sample is left out, when resumed at any point."""
+    rnd = random.Random(seed)
+    run = LosingRun(rnd)
+    shards = rnd.choice([1, 2])  # the other shard's samples are never done
+    follower, source, ahead, given = None, iter(()), [], []
+    state: Any = {}
+    again = False
+    while True:
+        step = rnd.random()
+        if follower is None or step < 0.07:  # another process continues; prefetched samples are repeated
+            state = json.loads(json.dumps(follower.position if follower is not None else state))
+            assert position_check(state) is None
+            follower = Follower(run.place, state=state, poll_seconds=0, discover_seconds=0, sleep=lambda _: None)
+            source, ahead, again = iter(follower), [], False
+        elif step < 0.4:
+            run.step()
+        elif ahead and step < 0.7:
+            record = ahead.pop(0)
+            if run.holds(record):
+                (follower.given if again else follower.done)(record)
+                given.append(record.key)
+            elif not again:
+                follower.lost(record)
+        else:
+            try:
+                arrival = next(source)
+            except StopIteration:
+                if ahead:
+                    continue
+                if again:
+                    break
+                source, again = follower.computed_again(), True
+                continue
+            if arrival is not None and rank_of(arrival.key, shards) == 0:
+                ahead.append(arrival)
+    assert run.complete
+    assert sorted(given) == [s.key for s in SMALL if rank_of(s.key, shards) == 0]
+
+
+def lose_and_compute_again(place: Place, lost: Receipt, rows: list[tuple[int, int]]) -> RunWriter:
+    """The next attempt stores these samples (number, row) in one part."""
+    place.store.delete(lost.part or "")
+    writer = RunWriter(place.root, name="again")
+    RowLedger(place.store, writer.attempt, load_manifest(place.store)).declare_lost([lost.part or ""])
+    writer.put([whole(SAMPLES[i], row) for i, row in rows])
+    return writer
+
+
+def test_a_checkpoint_of_before_the_acknowledgements_is_resumed_after_a_lost_part_was_used_again() -> None:
+    place = start_run(MemoryStore(), {"meaning": {"layers": [2, 15, 30]}})
+    lost = RunWriter(place.root, name="first").put([whole(SAMPLES[0], 0), whole(SAMPLES[1], 1)])
+
+    def follow() -> HiddenStatesDataset:
+        options = {"poll_seconds": 0, "discover_seconds": 0, "sleep": lambda _: None}
+        return HiddenStatesDataset(Run(place.root), follow=True, follow_options=options, threads=1)
+
+    dataset = follow()
+    items, used = iter(dataset), dataset.retention("train")
+    seen = [next(items)["key"] for _ in range(2)]
+    writer = lose_and_compute_again(place, lost, [(0, 0), (1, 1), (2, 2)])
+    seen.append(next(items)["key"])
+    checkpoint = json.loads(json.dumps([dataset.state_dict(), used.state_dict()]))
+    used.ack(*seen)
+    assert not list(place.store.list("data/"))
+    writer.put([whole(SAMPLES[3], 3)])
+    writer.complete()
+    for _ in range(2):
+        dataset = follow()
+        dataset.load_state_dict(checkpoint[0])
+        dataset.retention("train").load_state_dict(checkpoint[1])
+        assert [item["key"] for item in dataset] == [SAMPLES[3].key]
+    assert seen == [s.key for s in SAMPLES[:3]]
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_used_sample_that_the_state_lacks_is_an_error(earlier: bool) -> None:
+    """The acknowledgement came before the checkpoint. ``earlier``: the state of an earlier version, without void parts.
+    It cannot say which samples of a finished, void part were done, so none is left out."""
+    place = start_run(MemoryStore(), {"meaning": {}})
+    lost = RunWriter(place.root, name="first").put([whole(SAMPLES[0], 0), whole(SAMPLES[1], 1)])
+    writer = lose_and_compute_again(place, lost, [(2, 2), (0, 0), (1, 1)])
+    writer.complete()
+    dataset = HiddenStatesDataset(Run(place.root), follow=True, threads=1)
+    items = iter(dataset)
+    assert next(items)["key"] == SAMPLES[2].key
+    state = json.loads(json.dumps(dataset.state_dict()))
+    assert state["position"]["1/first"] == [2, []]  # the void part counts as finished
+    assert state["position"].pop("void") == [lost.part]
+    if not earlier:
+        state["position"]["void"] = [lost.part]
+    dataset.load_state_dict(state)
+    assert [item["key"] for item in dataset] == [s.key for s in SAMPLES[:2]]
+    dataset.load_state_dict(state)
+    dataset.retention("train").ack(*(s.key for s in SAMPLES[:3]))
+    with pytest.raises(SampleConsumed):
+        next(iter(dataset))
 
 
 def test_a_run_of_version_1_that_was_replaced_counts_as_removed(tmp_path: Path) -> None:
@@ -821,8 +961,8 @@ def test_a_mark_stays_as_it_was() -> None:
         positions.append(json.dumps(follower.position))
     assert [json.dumps(mark()) for mark in marks] == positions
     assert (json.loads(positions[0]), json.loads(positions[-1])) == (
-        {"1/a": [1, ["a0", "a1", "a2"]]},
-        {"1/a": [4, []], "1/b": [3, ["b15", "b16", "b17"]]},
+        {"1/a": [1, ["a0", "a1", "a2"]], "void": []},
+        {"1/a": [4, []], "1/b": [3, ["b15", "b16", "b17"]], "void": []},
     )
 
 
