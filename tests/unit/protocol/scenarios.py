@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -189,6 +189,55 @@ def following(meanwhile: Callable[[MemoryStore], None]) -> Any:
         return frozenset(record.key for record in follower if record is not None)
 
     return main
+
+
+class Trainer:
+    """A consumer that follows the run. For each sample it stores a checkpoint, and then acknowledges the sample."""
+
+    def __init__(self) -> None:
+        self.checkpoint: tuple[Any, Any] = ({}, None)
+        self.seen: list[str] = []
+
+    def train(self, root: Store, first: Callable[[], None] = lambda: None) -> None:
+        """Continue from the checkpoint until the run ends or pauses for the third time. ``first`` happens between the
+        first checkpoint and its acknowledgement."""
+        pauses = iter(range(2))
+
+        def sleep(_: float) -> None:
+            if next(pauses, None) is None:
+                raise RunStalled("expected the end of the run, got another pause")
+
+        place = there(root)
+        position, used = self.checkpoint
+        retention, run = Retention(place), Run(root)
+        if used is not None:
+            retention.load_state_dict(used)
+        follower = Follower(place, state=position, discover_seconds=0, sleep=sleep, clock=lambda: 0.0)
+        for record in filter(None, follower):
+            run.sample_of(record).load(framework="numpy")
+            follower.done(record)
+            self.seen.append(record.key)
+            self.checkpoint = follower.position, retention.state_dict()
+            first()
+            first = lambda: None  # noqa: E731
+            retention.ack(record.key)
+
+
+def training(root: SteppedStore) -> Trainer:
+    """A trainer. The part of its first sample is lost before it acknowledges the sample."""
+    trainer = Trainer()
+    with suppress(HsxError):  # the lost part may be that of the next sample, or the driver may be dead
+        trainer.train(root, lambda: there(root._inner).store.delete(f"data/part-0001-w1-{1:06d}.safetensors"))
+    return trainer
+
+
+def the_trainer_can_continue(store: MemoryStore, actors: dict[str, Actor]) -> None:
+    """The trainer and the driver may have died at any time. From the checkpoint, it gets each other sample once."""
+    assert actors["trainer"].error is None, repr(actors["trainer"].error)
+    trainer, keys = actors["trainer"].result, ("c", *KEYS)
+    driving("m", keys)(store)
+    trainer.train(store)
+    assert sorted(trainer.seen) == sorted(keys), f"expected each sample once, got {trainer.seen}"
 
 
 # -- the promise ----------------------------------------------------------------------------------------------------
@@ -538,6 +587,13 @@ SCENARIOS["a lost part is computed again"] = lost({"driver": driving("m"), "gc":
 SCENARIOS["the row of a lost part is refused"] = lost({"driver": driving("m", refused=("a",)), "gc": collecting})
 SCENARIOS["a lost part of a row with an earlier outcome"] = lost(
     {"driver": driving("m"), "gc": collecting}, with_a_lost_part_and_an_outcome
+)
+SCENARIOS["a consumer with checkpoints, and the next driver after a lost part"] = Scenario(
+    remember(lambda store: (begun(attempts=0)(store), _store_all(store))[0]),
+    # The new row is stored before the lost one: the checkpoint does not include the receipt of the latter.
+    {"trainer": training, "driver": driving("m", ("c", *KEYS))},
+    lambda _store, _seen: None,
+    the_trainer_can_continue,
 )
 SCENARIOS["a follower, and the next driver after a lost part"] = lost(
     {"follower": following(attempt_1_completes_with_a_lost_part), "driver": driving("m")}, begun()
