@@ -15,12 +15,12 @@ from uuid import UUID
 
 from hsx_dist.errors import FormatError
 from hsx_dist.inputs.joined import ARROW_BEGIN, ARROW_END, ARROW_MAGIC, refuse_joined_arrow
+from hsx_dist.inputs.store_file import StoreFile
 from hsx_dist.text import head
 
 _NAME = b"ARROW:extension:name"
 #: Extension types that Arrow registers itself.
 _CANONICAL = ("bool8", "fixed_shape_tensor", "json", "opaque", "parquet.variant", "uuid", "variable_shape_tensor")
-_CONTINUES, _ENDS = b"\xff\xff\xff\xff", b"\0\0\0\0"
 #: Types of the requested columns of a file, also nested ones. Each batch, and each value of some types, takes time for
 #: all of them, also if no value has them.
 _MOST_TYPES = 4096
@@ -41,7 +41,7 @@ def unregister_extension_types() -> None:
             pa.unregister_extension_type(f"arrow.{name}")
 
 
-def open_arrow(file: io.RawIOBase) -> tuple[Any, Callable[[Sequence[str]], Iterator[Any]]]:
+def open_arrow(file: StoreFile) -> tuple[Any, Callable[[Sequence[str]], Iterator[Any]]]:
     """Return the schema of an Arrow file (also Feather version 2) or stream, and a function that reads record batches.
 
     The function takes the names of the columns to read.
@@ -85,10 +85,11 @@ def _file_schema(file: io.RawIOBase) -> Any:
     return schema
 
 
-def _whole_stream(file: io.RawIOBase, opened: Any) -> Iterator[Any]:
+def _whole_stream(file: StoreFile, opened: Any) -> Iterator[Any]:
     """Yield the batches of a stream, which must end with its mark and the file.
 
-    Arrow's reader accepts a stream that was cut between two batches, and ignores a second stream after the first.
+    Arrow's reader accepts a stream that was cut between two batches, and ignores a second stream after the first. It
+    reads until it gets the mark or no bytes. The file's last bytes do not show which: a batch may end like the mark.
 
     Raises:
         pyarrow.ArrowInvalid: rows are missing, or follow.
@@ -96,14 +97,8 @@ def _whole_stream(file: io.RawIOBase, opened: Any) -> Iterator[Any]:
     import pyarrow as pa
 
     yield from opened
-    end = file.tell()
-    more = file.read(1)
-    file.seek(0)
-    # Arrow before 0.15 wrote no continuation marks.
-    mark = (_CONTINUES if file.read(len(_CONTINUES)) == _CONTINUES else b"") + _ENDS
-    file.seek(max(end - len(mark), 0))
-    if more or file.read(len(mark)) != mark:
-        got = "more bytes after it" if more else "none: the stream was cut short"
+    if not file.last_read or file.read(1):
+        got = "more bytes after it" if file.last_read else "none: the stream was cut short"
         raise pa.ArrowInvalid(f"expected one stream that ends with its end-of-stream mark, got {got}")
 
 

@@ -34,6 +34,7 @@ class StoreFile(io.RawIOBase):
     ``after_read``: called with the position and the bytes of a read. What it raises ends the work on the file.
     ``skips``: called with the bytes that a further seek decompressed. What it raises ends the work on the file.
     ``failed``: the error of the file system that ended a read.
+    ``last_read``: the number of bytes of the last read.
     ``stored``: the file's bytes in the store, if they are known.
 
     Raises:
@@ -55,7 +56,7 @@ class StoreFile(io.RawIOBase):
             raise no_ranges(shown) from None
         file.seek(0)
         self.size = size
-        self._read = self._skipped = 0
+        self._read = self._skipped = self.last_read = 0
 
     def readable(self) -> bool:
         return True
@@ -87,6 +88,7 @@ class StoreFile(io.RawIOBase):
         except Exception as e:  # noqa: BLE001 (as in read_batches)
             self.failed = e
             raise StoreFailed(e) from None
+        self.last_read = len(data)
         self._read += len(data)
         if max(self._read, fetched_bytes(self._file)) > _FREE_READ + _MOST_READS * self.size:
             raise FormatError(

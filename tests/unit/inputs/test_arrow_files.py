@@ -379,13 +379,46 @@ def test_the_last_of_many_types_is_found_among_the_buffers(tmp_path: Path) -> No
         for compression in (None, "zstd"):
             path = write(tmp_path, pa.table(columns), compression=compression)
             data = path.read_bytes()
-            with path.open("rb", buffering=0) as file:
-                schema, read = open_arrow(file)
+            with path.open("rb") as opened:
+                schema, read = open_arrow(StoreFile(opened, "x", None))
                 assert schema.names == list(columns)
                 for name, column in columns.items():
                     assert [b.column(0).to_pylist() for b in read([name])] == [column.to_pylist()], name
                 asked = [b.nbytes for b in read(["text"])]
             assert sum(asked) < len(data) / 4
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("last", ["label", "final", "tokens", "dictionary"])
+def test_a_stream_that_was_cut_after_any_message_is_refused(tmp_path: Path, last: str, legacy: bool) -> None:
+    """The padding of a batch's last buffer may end like the stream's mark. Arrow's reader accepts the cut."""
+    column = {
+        "label": pa.array([-1] * 31, pa.int32()),
+        "final": pa.array([True] * 31 + [True]),
+        "tokens": pa.array([[1, 2, 3]] * 31),
+        "dictionary": pa.array(["a"] * 31).dictionary_encode(),
+    }[last]
+    batch = pa.record_batch({"text": [f"row {i}" for i in range(len(column))], last: column})
+    version = pa.ipc.MetadataVersion.V4 if legacy else pa.ipc.MetadataVersion.V5
+    options = pa.ipc.IpcWriteOptions(use_legacy_format=legacy, metadata_version=version)
+    written, ends = BytesIO(), []
+    with pa.ipc.new_stream(written, batch.schema, options=options) as writer:
+        for _ in range(3):
+            ends.append(written.tell())
+            writer.write_batch(batch)
+    ends.append(written.tell() - (4 if legacy else 8))
+    path = tmp_path / "in.arrow"
+    path.write_bytes(data := written.getvalue())
+    assert len(read(path)) == 3 * len(column)
+    for end in ends:
+        path.write_bytes(data[:end])
+        assert end == 0 or sum(map(len, pa.ipc.open_stream(data[:end]))) == len(column) * ends.index(end)
+        with pytest.raises(FormatError, match="to be a whole arrow file"):
+            read(path)
+    path.write_bytes(data + b"x")
+    with pytest.raises(FormatError, match="got more bytes after it"):
+        read(path)
 
 
 def test_dictionaries_that_grow_and_change_are_read(tmp_path: Path) -> None:
