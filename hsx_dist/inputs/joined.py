@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 from zipfile import ZipFile
 
@@ -26,15 +24,16 @@ _BLOCKS = (2, 3)
 _PARQUET_MAGIC = b"PAR1"
 #: A footer in Thrift's compact protocol: the version, 1 or 2, and the list of columns.
 _FOOTER_BEGIN = re.compile(rb"\x15[\x02\x04]\x19")
-#: Limit of the places that are looked at: each may take a request to a server.
-_MOST_PLACES = 100
+#: Limit of the places that are looked at. One whose footer is not in memory counts as ``_OUTSIDE``: it may take a
+#: request to a server.
+_MOST_PLACES, _OUTSIDE = 1_000_000, 10_000
 #: Bytes before a footer that no file explains: it is longer. Arrow's mark of a stream's end takes 8.
 _LEAST = 16
 #: Limit of the bytes that are searched: a server may invent a size, and send as many bytes. Marks, page indexes and
 #: filters of a file have fewer.
-_MOST = 16 << 20
-#: Bytes that are read at once.
-_READ = 1 << 20
+_MOST = 1 << 28
+#: Bytes that are searched at once.
+_READ = 16 << 20
 _ZIP_BEGIN, _ZIP_END = b"PK\3\4", b"PK\5\6"
 #: The largest end of a zip file: its end record with a comment.
 _MOST_ZIP_END = 22 + (1 << 16)
@@ -53,7 +52,7 @@ def refuse_joined_parquet(file: io.RawIOBase, size: int, metadata: Any) -> None:
             begins = [at for at in (chunk.dictionary_page_offset, chunk.data_page_offset) if at]
             ends.append(min(begins, default=0) + chunk.total_compressed_size)
     footer = size - 8 - metadata.serialized_size
-    _refuse_joined(file, footer - max(ends), 2 * _PARQUET_MAGIC, len(_PARQUET_MAGIC), partial(_ends_parquet, file))
+    _refuse_joined(file, footer - max(ends), 2 * _PARQUET_MAGIC, footers=True)
 
 
 def refuse_joined_arrow(file: io.RawIOBase, footer_at: int, footer: bytes) -> None:
@@ -75,49 +74,70 @@ def refuse_joined_arrow(file: io.RawIOBase, footer_at: int, footer: bytes) -> No
             at += number(at, 4)
             blocks = np.frombuffer(footer, _BLOCK, number(at, 4), at + 4)
             end = max(end, int((blocks["at"] + blocks["header"] + blocks["body"]).max(initial=0)))
-    _refuse_joined(file, footer_at - end, ARROW_BEGIN, 0, lambda _: True)
+    _refuse_joined(file, footer_at - end, ARROW_BEGIN, footers=False)
 
 
-def _ends_parquet(file: io.RawIOBase, end: int) -> bool:
-    """Whether a Parquet file ends at ``end``, where its magic is. A row's text may be the magics, too.
+def _footer(data: bytes, at: int, end: int) -> int | None:
+    """Return where the footer of a Parquet file begins that ends at ``end``, if its length in ``data`` permits one.
 
-    Only the first bytes of its footer are read, because its length is a claim.
+    ``at``: where ``data`` begins.
     """
-    file.seek(end - 8)
-    start = end - 8 - int.from_bytes((file.read(4) or b""), "little")
-    if start < len(_PARQUET_MAGIC):
-        return False
-    file.seek(start)
-    return _FOOTER_BEGIN.match(file.read(3) or b"") is not None
+    length = end - 8 - at
+    if length < 0:
+        return None
+    start = end - 8 - int.from_bytes(data[length : length + 4], "little")
+    return start if start >= len(_PARQUET_MAGIC) else None
 
 
-def _refuse_joined(file: io.RawIOBase, gap: int, magic: bytes, before: int, ends: Callable[[int], bool]) -> None:
-    """Raise FormatError if ``magic`` is where another file's end, of ``before`` bytes, meets a file's begin.
+def _refuse_joined(file: io.RawIOBase, gap: int, magic: bytes, *, footers: bool) -> None:
+    """Raise FormatError if ``magic`` is where another file's end meets a file's begin, or if that is not known.
 
-    ``gap``: bytes between the parts that the footer names and the footer itself. They are at least the bytes of the
-    files before the last one, because the footer counts from its own file's begin. So the last file begins within the
-    first ``gap`` bytes, and at their end but for its own marks, page indexes and filters. ``ends``: whether a file ends
-    at a position where ``magic`` is.
+    A row's text may be the magic, too. With ``footers``, the first bytes of the footer before it decide: its length is
+    a claim. They are mostly in the bytes that are searched.
+
+    Args:
+        gap: bytes between the parts that the footer names and the footer itself. They are at least the bytes of the
+            files before the last one, because the footer counts from its own file's begin. So the last file begins
+            within the first ``gap`` bytes, and at their end but for its own marks, page indexes and filters.
+        footers: half of ``magic`` ends the first file, after a footer. Otherwise ``magic`` begins the second file.
     """
     if gap < _LEAST:
         return
-    at, stop = max(1, gap - _MOST), gap + len(magic) - before
-    data, places = b"", 0
-    while at < stop:
+    before = len(magic) // 2 if footers else 0
+    places, stop = 0, gap + len(magic) - before
+    # From the end, where the last file begins. Texts of the first file's rows are before.
+    while stop > len(magic):
+        at = max(1, stop - _READ)
         file.seek(at)
-        if not (more := file.read(min(stop - at, _READ))):
-            return
-        at += len(more)
-        data = data[1 - len(magic) :] + more
-        for found in re.finditer(b"(?=%b)" % re.escape(magic), data):
-            if places == _MOST_PLACES:
-                return  # a column of such texts
-            places += 1
-            if ends(at - len(data) + found.start() + before):
+        data = file.read(stop - at) or b""
+        found = len(data)
+        while (found := data.rfind(magic, 0, found + len(magic) - 1)) >= 0:
+            start, begin = _footer(data, at, at + found + before) if footers else None, b""
+            if start is not None and start >= at:
+                begin = data[start - at : start - at + 3]
+            elif start is not None:
+                places += _OUTSIDE
+                file.seek(start)
+                begin = file.read(3) or b""
+            if not footers or _FOOTER_BEGIN.match(begin):
                 raise FormatError(
                     "expected one file, got several that were joined one after the other. Libraries read only one of "
                     "them. Store them as files of a folder"
                 )
+            places += 1
+            if places > _MOST_PLACES:
+                raise _unknown(f"very many texts {magic.decode()} there")
+        if at > 1 and gap - at > _MOST:
+            raise _unknown("more")
+        # Also a magic that begins before ``at + 4``: the length before it is not in ``data``.
+        stop = at + len(magic) + 3 if at > 1 else 0
+
+
+def _unknown(got: str) -> FormatError:
+    return FormatError(
+        f"expected at most {_MOST} bytes of page indexes and filters, got {got}. The file may be several that were "
+        "joined. Write its rows to a new file without them"
+    )
 
 
 def refuse_joined_zip(archive: ZipFile) -> None:

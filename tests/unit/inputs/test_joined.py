@@ -103,10 +103,58 @@ def test_a_text_with_the_magics_is_read(tmp_path: Path) -> None:
         _read(path)
 
 
-def test_few_places_are_looked_at() -> None:
-    looked: list[int] = []
-    joined._refuse_joined(io.BytesIO(b"PAR1" * 10_000), 39_000, b"PAR1PAR1", 4, lambda at: bool(looked.append(at)))
-    assert len(looked) == joined._MOST_PLACES
+@pytest.mark.parametrize("read", [1 << 10, 16 << 20])
+def test_texts_like_the_magics_hide_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: int) -> None:
+    monkeypatch.setattr(joined, "_READ", read)
+    path = tmp_path / "in.parquet"
+    parts = [
+        _parquet(pa.table({"text": [f"{name} PAR1PAR1 {i:03d}" for i in range(120)]}), compression="none")
+        for name in ("a", "b")
+    ]
+    path.write_bytes(parts[0])
+    assert _read(path) == 120
+    path.write_bytes(b"".join(parts))
+    with pytest.raises(FormatError, match=_JOINED):
+        _read(path)
+
+
+class _Reads(io.BytesIO):
+    """Counts the reads, as requests to a server."""
+
+    count = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.count += 1
+        return super().read(size)
+
+
+@pytest.mark.parametrize("shift", range(9))
+def test_a_file_is_found_where_two_reads_meet(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
+    monkeypatch.setattr(joined, "_READ", 64)
+    begin = b"PAR1" + b"\x15\2\x19" + bytes(57) + (60).to_bytes(4, "little")
+    data = begin + b"PAR1PAR1" + bytes(50 + shift)
+    with pytest.raises(FormatError, match=_JOINED):
+        joined._refuse_joined(io.BytesIO(data), len(data), b"PAR1PAR1", footers=True)
+
+
+def test_few_footers_are_looked_for_outside_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "_READ", 1 << 14)
+    text = (1 << 14).to_bytes(4, "little") + b"PAR1PAR1"  # a length that leads out of the bytes that are searched
+    file = _Reads(bytes(1 << 16) + text * 1000)
+    with pytest.raises(FormatError, match="very many texts PAR1PAR1"):
+        joined._refuse_joined(file, len(file.getvalue()), b"PAR1PAR1", footers=True)
+    assert file.count < 110
+    file = _Reads(bytes(1 << 16) + b"\0\0\0\1PAR1PAR1" * 1000)
+    joined._refuse_joined(file, len(file.getvalue()), b"PAR1PAR1", footers=True)
+    assert file.count < 10
+
+
+def test_bytes_that_no_footer_explains_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "_READ", 1 << 10)
+    monkeypatch.setattr(joined, "_MOST", 1 << 14)
+    joined._refuse_joined(io.BytesIO(bytes(1 << 14)), 1 << 14, b"PAR1PAR1", footers=True)
+    with pytest.raises(FormatError, match="at most 16384 bytes of page indexes and filters, got more"):
+        joined._refuse_joined(io.BytesIO(bytes(1 << 15)), 1 << 15, b"PAR1PAR1", footers=True)
 
 
 def _zipped(name: str) -> bytes:
