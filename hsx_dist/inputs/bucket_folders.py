@@ -113,6 +113,11 @@ class BucketFolders:
                         f"{where}: expected keys without a version, got the key {head(info.name, 200)!r}, for which "
                         "fsspec opens another object. Rename it"
                     )
+                if prefix and info.name == prefix and info.size:
+                    raise ConfigError(
+                        f"{where}: expected an empty object as the marker of a folder, got one of {info.size} bytes. "
+                        "Its rows would not be read: rename it, without a slash at the end"
+                    )
                 infos[info.name] = (
                     {"name": name.removesuffix("/"), "size": 0, "type": "directory", "StorageClass": "DIRECTORY"}
                     if said is None

@@ -26,6 +26,8 @@ class Bucket(Answers):
     names: tuple[str, ...] = ()
     odd, odd_pages = "none", dict[str, bytes]()
     requests: list[str] = []  # noqa: RUF012
+    #: Bytes of an object whose name ends with a slash.
+    marker = 0
 
     #: Names that also exist without a listing. The status of listings that are refused.
     objects: tuple[str, ...] = ()
@@ -65,21 +67,21 @@ class Bucket(Answers):
         step, slash, _ = name.removeprefix(prefix).partition("/")
         return f"{prefix}{step}{slash}"
 
-    @staticmethod
-    def s3(page: list[str], token: int | None, prefix: str) -> bytes:
+    @classmethod
+    def s3(cls, page: list[str], token: int | None, prefix: str) -> bytes:
         said = f"<IsTruncated>{str(token is not None).lower()}</IsTruncated>"
         said += f"<NextContinuationToken>{token}</NextContinuationToken>" if token is not None else ""
-        objects = [entry(n, 0 if n[-1] == "/" else 3) for n in page if not n.endswith("/") or n == prefix]
+        objects = [entry(n, cls.marker if n[-1] == "/" else 3) for n in page if not n.endswith("/") or n == prefix]
         folders = [
             f"<CommonPrefixes><Prefix>{n}</Prefix></CommonPrefixes>" for n in page if n[-1] == "/" and n != prefix
         ]
         return listing(objects + folders, said)
 
-    @staticmethod
-    def gcs(page: list[str], token: int | None, prefix: str) -> bytes:
+    @classmethod
+    def gcs(cls, page: list[str], token: int | None, prefix: str) -> bytes:
         more = {} if token is None else {"nextPageToken": str(token)}
         items = [
-            {"name": n, "size": "0" if n[-1] == "/" else "3", "bucket": "b", "generation": "1"}
+            {"name": n, "size": str(cls.marker if n[-1] == "/" else 3), "bucket": "b", "generation": "1"}
             for n in page
             if not n.endswith("/") or n == prefix
         ]
@@ -137,6 +139,21 @@ def test_names_that_a_path_does_not_distinguish_are_refused(
         monkeypatch.setattr(Bucket, "names", tuple(names))
         with pytest.raises(ConfigError, match="with and without a slash at the end"):
             found(url, f"{scheme}://b/{path}/*" if path else f"{scheme}://b/*.jsonl")
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "simplecache::s3"])
+@pytest.mark.parametrize("path", ["b/in", "b/in/", "b/in/*.jsonl", "b/**"])
+def test_a_folder_whose_marker_has_bytes_is_refused(
+    url: str, monkeypatch: pytest.MonkeyPatch, scheme: str, path: str
+) -> None:
+    """A console's marker of the folder ``in/`` is an empty object. The rows of another object would be missing."""
+    monkeypatch.setattr(Bucket, "names", FILES + HIDDEN[:1])
+    assert found(url, f"{scheme}://{path}").sources
+    monkeypatch.setattr(Bucket, "marker", 3)
+    # gcsfs takes such an object for ``in`` as well.
+    error = "expected an empty object as the marker of a folder, got one of 3 bytes|got an object and a folder"
+    with pytest.raises(ConfigError, match=error):
+        found(url, f"{scheme}://{path}")
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "simplecache::s3"])
