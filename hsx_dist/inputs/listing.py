@@ -60,6 +60,11 @@ _REFUSED = re.compile(rf"({'|'.join(map(re.escape, ARCHIVES))})$", re.IGNORECASE
 _WILDCARD = re.compile(r"[*?\[]")
 #: Files that Hugging Face's ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` write into their folders.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
+#: Folders of tables whose log says which files have live rows, and of a write that has not ended.
+_TABLES = {"_delta_log": "Delta Lake", ".hoodie": "Hudi", "_spark_metadata": "Spark's streaming"}
+_UNFINISHED = "_temporary"
+#: Iceberg's list of a table's files.
+_ICEBERG = re.compile(r"(.*/)?metadata/(v\d+|\d{5,}-[^/]*)(\.gz)?\.metadata\.json(\.gz)?")
 
 
 def find_input(config: InputConfig) -> Input:
@@ -227,10 +232,12 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
     """Return the types of the files and folders below ``base`` that match a glob, by path.
 
     Names that begin with ``.`` or ``_`` are left out: other programs add them (_SUCCESS, .crc, .ipynb_checkpoints).
+    Those of ``_refuse_tables`` are an error.
     Not by ``fs.find`` or ``fs.glob``: they silently omit a folder whose listing fails.
 
     Raises:
-        ConfigError: a folder cannot be listed, or a link leads to a folder. Or a bucket has too many folders.
+        ConfigError: a folder cannot be listed, or is one of a table. Or a link leads to a folder, or a bucket has too
+            many folders.
     """
     steps = pattern.split("/")
     # Level i of the folders is compared with the first i steps, up to the first ``**``.
@@ -253,7 +260,10 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
                     f"input.path: expected names that differ from their folders', got two keys {public_url(path)}, "
                     "with and without a slash at the end. Rename them"
                 )
-            if path in (folder, base) or path in found or name.rpartition("/")[2].startswith((".", "_")):
+            if path in (folder, base) or path in found:
+                continue
+            _refuse_tables(path, shown)
+            if name.rpartition("/")[2].startswith((".", "_")):
                 continue
             check_path(name, public_url(base))
             is_folder, is_match = info["type"] == "directory", _is_match(tests, name)
@@ -270,6 +280,21 @@ def _listed(fs: Any, base: str, pattern: str) -> dict[str, str]:
             if is_folder and deeper:
                 todo.append((path, level + 1))
     return found
+
+
+def _refuse_tables(path: str, shown: str) -> None:
+    """Raise ConfigError if a path in the listed folder ``shown`` is the mark of a table or of an unfinished write."""
+    name = posixpath.basename(path)
+    if name == _UNFINISHED:
+        raise ConfigError(
+            f"input.path: expected a folder whose writer has ended, got {name} in {shown}, of a job of Spark or Hadoop "
+            "that runs or failed. Wait for the job or repeat it, then remove the folder"
+        )
+    if (kind := "Iceberg" if _ICEBERG.fullmatch(path) else _TABLES.get(name)) is not None:
+        raise ConfigError(
+            f"input.path: expected files whose rows are all live, got a table of {kind} with {head(name, 200)} in "
+            f"{shown}. Its files also have deleted and replaced rows. Export the table's live rows to Parquet"
+        )
 
 
 def _kind_of_target(fs: Any, path: str) -> Any:

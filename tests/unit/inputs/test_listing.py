@@ -29,6 +29,7 @@ from hsx_dist.config import InputConfig, absolute_path
 from hsx_dist.errors import ConfigError
 from hsx_dist.inputs import folder_limits, listing, sources
 from hsx_dist.inputs.file_systems import name_of
+from hsx_dist.inputs.listing import find_input
 from hsx_dist.inputs.rows import Row
 from tests.unit.growth import check_linear
 from tests.unit.inputs.test_sources import keys, lines, read, saved, table
@@ -417,6 +418,46 @@ def test_a_member_that_fsspec_opens_by_another_name_is_refused(tmp_path: Path, p
         file.writestr("zip://a.jsonl", '{"text": "b"}')
     with pytest.raises(ConfigError, match=r"got the member 'zip://a\.jsonl'"):
         read(f"zip://{pattern}::{tmp_path}/in.zip")
+
+
+_LIVE = "got a table of {} with .* in .*Export the table's live rows to Parquet"
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("_delta_log/00000000000000000000.json", _LIVE.format("Delta Lake")),
+        (".hoodie/hoodie.properties", _LIVE.format("Hudi")),
+        ("_spark_metadata/0", _LIVE.format("Spark's streaming")),
+        ("metadata/v3.metadata.json", _LIVE.format("Iceberg")),
+        ("metadata/00002-5c9f.metadata.json", _LIVE.format("Iceberg")),
+        ("metadata/00002-5c9f.gz.metadata.json", _LIVE.format("Iceberg")),
+        ("_temporary/0/task_0/part-0.parquet", "expected a folder whose writer has ended, got _temporary in"),
+    ],
+)
+@pytest.mark.parametrize("form", ["auto", "jsonl"])
+@pytest.mark.parametrize("archive", [False, True])
+def test_a_table_with_rows_that_are_not_live_is_refused(
+    tmp_path: Path, name: str, error: str, form: Any, archive: bool
+) -> None:
+    """Its log says which files have live rows. Deleted and replaced rows are in its other files."""
+    folder = tmp_path / "in"
+    for file in (folder / "t" / name, folder / "t" / "data" / "a.jsonl", folder / "b.jsonl"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text('{"text": "a"}\n')
+    place = f"zip://{{}}::{_zipped(folder, folders=False)}" if archive else f"{folder}/{{}}"
+    for refused in ("", "**/*.jsonl", "t/*/*", "t/"):
+        with pytest.raises(ConfigError, match=error):
+            find_input(InputConfig(path=place.format(refused), format=form))
+    for path in ("*.jsonl", "t/data/*", "t/data/a.jsonl"):
+        assert len(find_input(InputConfig(path=place.format(path), format=form)).sources) == 1
+
+
+def test_names_like_those_of_tables_are_read(tmp_path: Path) -> None:
+    for name in ("rows.metadata.json", "metadata/rows.metadata.json", "v1.metadata.json", "metadata/v1.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    assert len(find_input(InputConfig(path=str(tmp_path))).sources) == 4
 
 
 @pytest.mark.usefixtures("in_process")
