@@ -13,6 +13,9 @@ MAX_EXPANSION, FREE_BYTES = 1000, 1 << 30
 #: Lines and rows that are accepted for each stored byte, and for any input. Even a short one costs the driver an entry
 #: of a hundred bytes. Rows that are worth training on have more stored bytes, also compressed.
 MOST_ROWS, FREE_ROWS = 2, 1 << 20
+#: Decompressed bytes as which a part counts: a page or a read of a table. A compressed frame counts as several. Each
+#: takes microseconds of Python, also if it has no rows. In a zip file, one stored byte may be many of them.
+PART_BYTES = 1 << 10
 
 
 class Allowance:
@@ -22,7 +25,7 @@ class Allowance:
         """``most_stored``: limit of the stored bytes of all files, the size of a zip file. None: no limit."""
         self._most_stored = most_stored
         self._stated: int | None = 0
-        self._arrived = self._rows = self._decoded = self._allocated = self._cost = 0
+        self._arrived = self._rows = self._decoded = self._allocated = self._expanded = self._cost = 0
         self.arrive(0)
 
     def begin(self, stated: int | None) -> None:
@@ -50,6 +53,18 @@ class Allowance:
         if self._rows > self._most_rows:
             raise _too_much(f"{MOST_ROWS} rows", FREE_ROWS)
         if max(self._decoded, self._allocated) > self._most_bytes or self._cost > self._most_cost:
+            raise _too_much(f"{MAX_EXPANSION} bytes", FREE_BYTES)
+
+    def expand(self, size: int = 0, *, parts: int = 0) -> None:
+        """Count ``size`` bytes of a zip file's member as they are decompressed, and parts of a file.
+
+        Apart from the bytes of ``take``, which mostly are the same bytes, decoded.
+
+        Raises:
+            FormatError: there are too many for the stored bytes.
+        """
+        self._expanded += size + parts * PART_BYTES
+        if self._expanded > self._most_bytes:
             raise _too_much(f"{MAX_EXPANSION} bytes", FREE_BYTES)
 
 

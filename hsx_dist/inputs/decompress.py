@@ -2,7 +2,8 @@
 
 A few KiB can expand to GiB, so every call limits the decompressed bytes. zstandard's own stream reader stops silently
 after the first frame and at a truncated frame, which would lose rows. Python's ``LZMAFile`` allocates any dictionary
-that a file claims.
+that a file claims. ``GzipFile`` reads a long name in a file's header byte by byte, and an empty file as one without
+rows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import bz2
 import io
 import lzma
 import sys
+import zlib
 from collections.abc import Callable
 from typing import IO, Any
 
@@ -28,10 +30,36 @@ _WINDOW_LOG = 27
 _DECODER_BYTES = 1 << 20
 
 #: Errors of the decompressors for a damaged file.
-BROKEN: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, zstd.ZstdError)
+BROKEN: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, zlib.error, zstd.ZstdError)
 
 
-_Decompressor = zstd.ZstdDecompressor | lzma.LZMADecompressor | bz2.BZ2Decompressor
+class GzipDecompressor:
+    """A member of a gzip file. Has the attributes and the method of ``bz2.BZ2Decompressor``."""
+
+    def __init__(self) -> None:
+        self._zlib = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+        self._is_full = False
+
+    @property
+    def eof(self) -> bool:
+        return self._zlib.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._zlib.unused_data
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._is_full
+
+    def decompress(self, data: bytes, most: int) -> bytes:
+        found = self._zlib.decompress(self._zlib.unconsumed_tail + data, most)
+        # zlib may hold more bytes although it has consumed all of ``data``.
+        self._is_full = len(found) == most and not self._zlib.eof
+        return found
+
+
+_Decompressor = zstd.ZstdDecompressor | lzma.LZMADecompressor | bz2.BZ2Decompressor | GzipDecompressor
 
 
 def zstd_decompressor() -> _Decompressor:
@@ -42,8 +70,9 @@ def xz_decompressor() -> _Decompressor:
     return lzma.LZMADecompressor(memlimit=MAX_DICTIONARY_BYTES + _DECODER_BYTES)
 
 
-#: Ending of a name → decompressor. fsspec decompresses ``.gz``, whose memory and expansion are bounded.
+#: Ending of a name → decompressor.
 DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {
+    ".gz": GzipDecompressor,
     ".zst": zstd_decompressor,
     ".zstd": zstd_decompressor,
     ".xz": xz_decompressor,
@@ -54,10 +83,16 @@ DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {
 
 class DecompressedFile(io.RawIOBase):
     """The decompressed bytes of all frames of ``source``. Raises errors of ``BROKEN``, and EOFError if the file ends
-    within a frame, or has none."""
+    within a frame, or has none.
 
-    def __init__(self, source: IO[bytes], make: Callable[[], _Decompressor]) -> None:
+    ``begin``: called for each frame before it is decompressed. What it raises ends the work on the file.
+    """
+
+    def __init__(
+        self, source: IO[bytes], make: Callable[[], _Decompressor], begin: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
+        self._begin = begin
         self._source = source
         self._make = make
         self._frame: _Decompressor | None = None
@@ -87,6 +122,7 @@ class DecompressedFile(io.RawIOBase):
                 data = data.lstrip(self._padding)
                 if not data:
                     continue
+                self._begin()
                 self._frame = self._make()
             try:
                 found = self._frame.decompress(data, len(target))
@@ -95,8 +131,8 @@ class DecompressedFile(io.RawIOBase):
             if self._frame.eof:
                 self._rest = self._frame.unused_data
                 self._frame = None
-                # The format xz allows null bytes after a stream. The first byte of a file may be a null, as in .lzma.
-                self._padding = b"\0" if self._make is xz_decompressor else b""
+                # xz allows null bytes after a stream, and gzip's tools do. The first byte of .lzma may be a null.
+                self._padding = b"\0" if self._make in (xz_decompressor, GzipDecompressor) else b""
             if found:
                 target[: len(found)] = found
                 return len(found)

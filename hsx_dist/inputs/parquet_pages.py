@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hsx_dist.inputs.allowance import Allowance
 from hsx_dist.inputs.store_file import StoreFile
 
 #: Arrow's limit of a page's header. Its statistics may have large texts.
@@ -23,6 +24,8 @@ _MOST_HEADER = 16 << 20
 _READ = 1 << 16
 #: Thrift's limit of structures and lists in others.
 _MOST_LEVELS = 64
+#: Limit of the values in a header, with those in lists and structures. Parquet's writers write about 20, and no lists.
+_MOST_VALUES = 4096
 _DATA_PAGE, _DATA_PAGE_V2 = 0, 3
 _DATA_HEADERS = {_DATA_PAGE: 5, _DATA_PAGE_V2: 8}  # type of a page → field of its header that has its number of values
 _ENCODINGS = {_DATA_PAGE: 2, _DATA_PAGE_V2: 4}  # type of a page → field of that header that has its encoding
@@ -38,21 +41,21 @@ class ParquetPages:
         chunks: Iterable[tuple[Any, Any]],
         file: StoreFile,
         decoded: Callable[[Any], int],
-        take: Callable[[int], None],
+        allowance: Allowance,
     ) -> None:
         """Follow the bytes that Arrow reads of ``file``.
 
         Args:
             chunks: pyarrow's schema and metadata of the column chunks that Arrow reads.
             decoded: the decoded bytes of a chunk, as the footer says.
-            take: called with the decoded bytes of pages, or with their share of the footer's if that is more. What it
-                raises ends the work on the file.
+            allowance: counts the pages, and their decoded bytes, or their share of the footer's if that is more.
 
         Raises:
             ValueError: chunks overlap.
         """
         self._chunks = sorted(
-            (_ColumnChunk(schema, chunk, decoded(chunk), take) for schema, chunk in chunks), key=lambda chunk: chunk.at
+            (_ColumnChunk(schema, chunk, decoded(chunk), allowance) for schema, chunk in chunks),
+            key=lambda chunk: chunk.at,
         )
         self._starts = [chunk.at for chunk in self._chunks]
         for chunk, limit in zip(self._chunks, [*self._starts[1:], file.size], strict=True):
@@ -112,18 +115,18 @@ class _ColumnChunk:
     """
 
     __slots__ = (
-        *("_claimed", "_codec", "_decoded", "_levels", "_take", "_taken", "_values"),
+        *("_allowance", "_claimed", "_codec", "_decoded", "_levels", "_taken", "_values"),
         *("at", "held", "limit", "stop", "values"),
     )
 
-    def __init__(self, schema: Any, chunk: Any, decoded: int, take: Callable[[int], None]) -> None:
+    def __init__(self, schema: Any, chunk: Any, decoded: int, allowance: Allowance) -> None:
         dictionary = chunk.dictionary_page_offset or 0
         self.at = min(chunk.data_page_offset, dictionary) if dictionary > 0 else chunk.data_page_offset  # as Arrow
         self.stop = self.limit = self.at + chunk.total_compressed_size
         self.values = self._values = chunk.num_values
         self._claimed, self._decoded, self._taken = decoded, 0, 0
         self.held = b""
-        self._take, self._codec = take, chunk.compression
+        self._allowance, self._codec = allowance, chunk.compression
         # Fields of the first data header with the encodings of the levels that a page has.
         levels = {3: schema.max_definition_level, 4: schema.max_repetition_level}
         self._levels = [number for number, most in levels.items() if most]
@@ -149,7 +152,8 @@ class _ColumnChunk:
                 raise ValueError(f"pages with {-self.values} values more than the footer says")
             share = self._claimed * (self._values - self.values) // max(self._values, 1)
             taken, self._taken = self._taken, max(self._decoded, share)
-            self._take(self._taken - taken)
+            self._allowance.take(decoded=self._taken - taken)
+            self._allowance.expand(parts=1)
             if header.lists:
                 self._check_lengths(header, decoded, stored, values)
         if self.at + len(self.held) >= self.limit and (self.values or self.held):
@@ -205,11 +209,11 @@ class _Header:
     not write and Thrift reads: it takes the last of two fields of one number, and cuts large numbers.
     """
 
-    __slots__ = ("at", "data", "inner", "kind", "lists")
+    __slots__ = ("_values", "at", "data", "inner", "kind", "lists")
 
     def __init__(self, data: bytes, at: int) -> None:
         self.data, self.at = data, at
-        self.kind = self.lists = 0
+        self.kind = self.lists = self._values = 0
         self.inner: dict[int, Any] = {}
 
     def sizes(self) -> tuple[int, int, int]:
@@ -252,6 +256,7 @@ class _Header:
             number = number + (byte >> 4) if byte >> 4 else self._integer()
             if number in found or not 0 < number < 1 << 15:
                 raise ValueError("a page's header with a field twice, or a wrong field")
+            self._count(1)
             found[number] = kind == 1 if kind <= 2 else self._value(kind, levels - 1)
         return found
 
@@ -271,13 +276,19 @@ class _Header:
                 self._skip(self._varint())
             case 9 | 10:
                 byte = self._byte()
-                for _ in range(byte >> 4 if byte >> 4 != 15 else self._varint()):
+                self._count(size := byte >> 4 if byte >> 4 != 15 else self._varint())
+                for _ in range(size):
                     self._value(byte & 15, levels - 1)
             case 12:
                 return self._struct(levels)
             case _:
                 raise ValueError(f"a page's header with a value of Thrift's type {kind}")
         return None
+
+    def _count(self, values: int) -> None:
+        self._values += values
+        if self._values > _MOST_VALUES:
+            raise ValueError(f"a page's header of more than {_MOST_VALUES} values")
 
     def _integer(self) -> int:
         value = self._varint()

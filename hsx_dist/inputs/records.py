@@ -7,8 +7,6 @@ rows).
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -26,7 +24,7 @@ from hsx_dist.inputs.tables import BATCH_ROWS, read_columns
 
 #: Bytes of rows that end a batch before it has `BATCH_ROWS`.
 _BATCH_BYTES = 1 << 20
-_BROKEN: tuple[type[Exception], ...] = (*BROKEN, zlib.error, gzip.BadGzipFile, BadZipFile)
+_BROKEN: tuple[type[Exception], ...] = (*BROKEN, BadZipFile)
 
 
 class RecordBatch(NamedTuple):
@@ -68,7 +66,7 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
                 stored = found.stored_bytes(path)
                 allowance.begin(stored)
                 with ExitStack() as stack:
-                    file = stack.enter_context(found.open(path, compressed=lines, arrive=allowance.arrive))
+                    file = stack.enter_context(found.open(path, compressed=lines, allowance=allowance))
                     yield RecordBatch(source.label, source.format, shown, [], labels)
                     labels = ()
                     if lines:

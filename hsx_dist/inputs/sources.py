@@ -13,14 +13,14 @@ from typing import IO, Any, Literal, TypeVar
 from zipfile import ZIP_DEFLATED, ZIP_STORED
 
 import fsspec
-from fsspec.compression import compr
 from fsspec.implementations import cache_metadata
 from fsspec.implementations.cached import CachingFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from hsx_dist.config import InputConfig, is_local, public_url
-from hsx_dist.errors import ConfigError, FormatError, Unavailable
+from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.home import with_home
+from hsx_dist.inputs.allowance import Allowance
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.inputs.file_systems import RegularFiles, file_info, innermost, is_web, name_of, with_store_checks
 from hsx_dist.inputs.joined import refuse_joined_zip
@@ -36,6 +36,8 @@ Format = Literal["jsonl", "text", "parquet", "arrow"]
 _T = TypeVar("_T")
 #: Bytes of a file of lines that are read at once.
 _BUFFER = 1 << 18
+#: Parts of an ``Allowance`` as which a compressed frame counts. A new decompressor takes tens of microseconds.
+_FRAME_PARTS = 4
 COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz|lzma)$", re.IGNORECASE)
 LINES = ("jsonl", "text")
 ARCHIVES = frozenset({".zip", ".tar", ".7z", ".rar", ".lz4", ".sz", ".snappy", ".br", ".lz", ".z"}) | {
@@ -81,15 +83,15 @@ class Input:
         """Limit of the stored bytes of all files: the size of a zip file, whose directory may claim more. Else None."""
         return getattr(_zip_file(self._fs), "start_dir", None)
 
-    def open(self, path: str, *, compressed: bool, arrive: Callable[[int], None]) -> IO[bytes]:
+    def open(self, path: str, *, compressed: bool, allowance: Allowance) -> IO[bytes]:
         """Open a file of a source for reading, decompressed according to its name if ``compressed``: a file of lines.
 
-        ``arrive``: called with the number of stored (compressed) bytes of each read.
+        ``allowance``: counts the stored (compressed) bytes of each read. For lines it also counts the frames, and the
+        bytes of a zip file's member.
 
         Raises:
             ConfigError: it cannot be opened, or a cache is before a URL of unknown size. The message has no text of
                 the back end, which may hold credentials.
-            FormatError: it is a compressed file of 0 bytes.
         """
 
         size, shown = self.stored_bytes(path), public_url(path)
@@ -103,14 +105,16 @@ class Input:
             check_file(self._fs, path)
             members = _zip_file(self._fs)
             if members is not None:  # a member shows only its decompressed bytes
-                members.fp = ArrivingFile(getattr(members.fp, "file", members.fp), arrive)
+                members.fp = ArrivingFile(getattr(members.fp, "file", members.fp), allowance.arrive)
             file: Any = self._fs.open(path, "rb")
-            if members is not None:
-                return file  # type: ignore[no-any-return]
-            return self._checked(file, shown, size, arrive, in_order=compressed)  # type: ignore[no-any-return]
+            if members is None:
+                return self._checked(file, shown, size, allowance.arrive, in_order=compressed)  # type: ignore[no-any-return]
+            if compressed:
+                file = WholeFile(ArrivingFile(file, allowance.expand), shown, None, may_grow=True)
+            return file  # type: ignore[no-any-return]
 
         found = with_config_errors(opened, self.shown)
-        return _decompressed(found, self._ending(path), shown) if compressed else found
+        return _decompressed(found, self._ending(path), allowance) if compressed else found
 
     def _checked(
         self, file: Any, shown: str, size: int | None, arrive: Callable[[int], None], *, in_order: bool
@@ -157,7 +161,7 @@ class Input:
         return with_config_errors(size, self.shown)
 
     def _is_compressed(self, path: str) -> bool:
-        return self._ending(path) in (".gz", *DECOMPRESSORS)
+        return self._ending(path) in DECOMPRESSORS
 
     def _ending(self, path: str) -> str:
         return ending(name_of(self._fs, path))
@@ -277,21 +281,11 @@ def _zip_file(fs: Any) -> Any:
     return getattr(innermost(fs), "zip", None)
 
 
-def _decompressed(file: IO[bytes], ending: str, shown: str) -> IO[bytes]:
-    """Return a file of lines, decompressed according to the ending of its name.
-
-    Raises:
-        FormatError: it is a .gz file of 0 bytes, which gzip reads as a file without rows.
-    """
+def _decompressed(file: IO[bytes], ending: str, allowance: Allowance) -> IO[bytes]:
+    """Return a file of lines, decompressed according to the ending of its name."""
     found: Any = file
-    if ending == ".gz":
-        found = io.BufferedReader(found, _BUFFER)
-        if not found.peek(1):
-            found.close()
-            raise FormatError(f"expected {shown} to be whole, got an empty file. Write or copy it again")
-        found = compr["gzip"](found, mode="rb")
-    elif (own := DECOMPRESSORS.get(ending)) is not None:
-        found = DecompressedFile(found, own)
+    if (own := DECOMPRESSORS.get(ending)) is not None:
+        found = DecompressedFile(found, own, lambda: allowance.expand(parts=_FRAME_PARTS))
     # Other files' readline takes no length or is slow. A line may be larger than the memory.
     return io.BufferedReader(found, _BUFFER)
 

@@ -15,7 +15,7 @@ from hsx_dist.inputs.whole_file import not_whole
 #: How often Arrow may read or fetch the bytes of a file, and bytes beyond it. It reads the footer or the schema a few
 #: times, all other bytes at most once, unless the footer names them several times. Parts in order are fetched once.
 _MOST_READS, _FREE_READ = 4, 1 << 16
-#: How often seeks may decompress a member of a zip file before ``skips`` is called. Arrow opens a file with 7.
+#: How often seeks may decompress a member of a zip file before they count. Arrow opens a file with 7.
 _FREE_SKIPS = 8
 
 
@@ -32,7 +32,8 @@ class StoreFile(io.RawIOBase):
 
     ``at_read``: called when bytes arrived, before Arrow gets them. What it raises ends the work on the file.
     ``after_read``: called with the position and the bytes of a read. What it raises ends the work on the file.
-    ``skips``: called with the bytes that a further seek decompressed. What it raises ends the work on the file.
+    ``expands``: called for each read, and for seeks that decompress again. Its argument is the bytes that a member of a
+    zip file decompressed for it, else 0. What it raises ends the work on the file.
     ``failed``: the error of the file system that ended a read.
     ``last_read``: the number of bytes of the last read.
     ``stored``: the file's bytes in the store, if they are known.
@@ -47,7 +48,7 @@ class StoreFile(io.RawIOBase):
         self.failed: Exception | None = None  # Arrow gives some errors of a read another type
         self.at_read: Callable[[], None] | None = None
         self.after_read: Callable[[int, bytes], None] | None = None
-        self.skips: Callable[[int], None] | None = None
+        self.expands: Callable[[int], None] | None = None
         try:
             size = file.seek(0, io.SEEK_END)
         except (OSError, ValueError) as e:
@@ -70,12 +71,12 @@ class StoreFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         before = self._file.tell()
         at = self._file.seek(offset, whence)
-        if self.skips is not None and isinstance(self._file, ZipExtFile):
+        if self.expands is not None and isinstance(self._file, ZipExtFile):
             # It reads all bytes between, and for a position before the current one all bytes from the member's start.
             skipped = at - before if at >= before else at
             self._skipped += skipped
             if self._skipped > _FREE_SKIPS * self.size:
-                self.skips(skipped)
+                self.expands(skipped)
         return at
 
     def read(self, size: int = -1) -> bytes:  # type: ignore[override]
@@ -95,6 +96,8 @@ class StoreFile(io.RawIOBase):
                 f"expected parts in order that do not overlap, got a file of {self.size} bytes that names the same "
                 "bytes many times, or jumps many times. Write the file again with its library"
             )
+        if self.expands is not None:
+            self.expands(len(data) if isinstance(self._file, ZipExtFile) else 0)
         if self.at_read is not None:
             self.at_read()
         if self.after_read is not None:

@@ -78,7 +78,7 @@ def read_columns(
     import pyarrow as pa
 
     reading: _Reading | None = None
-    file.skips = lambda size: allowance.take(decoded=size)
+    file.expands = lambda size: allowance.expand(size, parts=1)
     try:
         batches = _parquet if form == "parquet" else _arrow
         for batch in batches(file, columns, needed, shown, allowance):
@@ -223,7 +223,7 @@ def _parquet(
         row = sum(_decoded_bytes(group.column(leaf)) for leaf in leaves) // group.num_rows
         rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
         chunks = ((schema, group.column(leaf)) for leaf, schema in leaves.items())
-        pages = ParquetPages(chunks, file, _decoded_bytes, lambda size: allowance.take(decoded=size))
+        pages = ParquetPages(chunks, file, _decoded_bytes, allowance)
         file.after_read = pages.count
         missing = group.num_rows
         left = {name: group.column(leaf).num_values for name, leaf in first.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError
-from hsx_dist.inputs import allowance
+from hsx_dist.inputs import allowance, joined
 from hsx_dist.inputs.rows import read_rows
 from tests.harness.http_server import Answers, served
 
@@ -105,8 +107,18 @@ def test_stored_bytes_of_all_files_count_together(
     assert _count(path) == 200
 
 
-@pytest.mark.parametrize("name", ["a.txt.bz2", "a.parquet"])
-def test_a_size_that_a_server_invents_permits_no_more_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("a.txt.bz2", "at most 2 bytes for each stored byte"),
+        ("a.parquet", "at most 1048576 bytes of page indexes and filters, got more"),
+    ],
+)
+def test_a_size_that_a_server_invents_permits_no_more_rows(
+    monkeypatch: pytest.MonkeyPatch, name: str, error: str
+) -> None:
+    monkeypatch.setattr(joined, "_MOST", 1 << 20)
+    monkeypatch.setattr(allowance, "PART_BYTES", 0)
     monkeypatch.setattr(allowance, "FREE_BYTES", 10_000)
     monkeypatch.setattr(allowance, "MAX_EXPANSION", 2)
     claim, written = 10**12, io.BytesIO()
@@ -128,7 +140,7 @@ def test_a_size_that_a_server_invents_permits_no_more_rows(monkeypatch: pytest.M
                 part = bytes(max(tail - first, 0)) + body[max(first - tail, 0) : last + 1 - tail]
             self.answer(206, part, Content_Range=f"bytes {first}-{last}/{claim}")
 
-    with served(Handler) as url, pytest.raises(FormatError, match="at most 2 bytes for each stored byte"):
+    with served(Handler) as url, pytest.raises(FormatError, match=error):
         _count(f"{url}/{name}")
 
 
@@ -164,3 +176,58 @@ def test_values_of_runs_in_parquet_count_although_they_take_no_bytes(
         else:
             with pytest.raises(FormatError, match="after row -1: expected at most 0 bytes for each stored byte"):
                 _count(str(tmp_path / "a.parquet"))
+
+
+#: Compressed files of one line, which continue with very many parts without lines.
+_PARTS: dict[str, Callable[[int], bytes]] = {
+    "a.txt.gz": lambda n: gzip.compress(b"a\n") + gzip.compress(b"") * n,
+    "a.txt.zst": lambda n: zstandard.compress(b"a\n") + struct.pack("<II", 0x184D2A50, 0) * n,
+    "a.txt.bz2": lambda n: bz2.compress(b"a\n") + bz2.compress(b"") * n,
+    "a.arrow": lambda n: _batches(["a"], *[[]] * n),
+}
+
+
+def _batches(*texts: list[str]) -> bytes:
+    written, schema = io.BytesIO(), pa.schema({"text": pa.string()})
+    with pa.ipc.new_stream(written, schema) as writer:
+        for column in texts:
+            writer.write_batch(pa.record_batch([pa.array(column, pa.string())], schema=schema))
+    return written.getvalue()
+
+
+@pytest.mark.parametrize("name", _PARTS)
+def test_parts_without_rows_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Each takes time. A zip file of some MiB may have hours of them."""
+    monkeypatch.setattr(allowance, "FREE_BYTES", 1 << 20)
+    for parts, archive in ((20, True), (5000, False), (5000, True)):
+        path = tmp_path / name
+        path.write_bytes(_PARTS[name](parts))
+        if not archive:
+            assert _count(path) == 1
+            continue
+        with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
+            file.write(path, name)
+        if parts == 20:
+            assert _count(f"zip://{name}::{tmp_path}/a.zip") == 1
+            continue
+        with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
+            _count(f"zip://{name}::{tmp_path}/a.zip")
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt"])
+def test_bytes_of_a_member_of_a_zip_file_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The name in the header of a gzip file may have any length."""
+    monkeypatch.setattr(allowance, "FREE_BYTES", 100_000)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 100)
+    packed = bytearray(gzip.compress(b"a\n"))
+    packed[3] = 8  # a name follows
+    long = packed[:10] + b"n" * 200_000 + b"\0" + packed[10:] if name.endswith("gz") else b"a" * 200_000
+    path = tmp_path / name
+    path.write_bytes(long)
+    assert _count(path) == 1
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        file.write(path, name)
+    with pytest.raises(FormatError, match="at most 100 bytes"):
+        _count(f"zip://{name}::{tmp_path}/a.zip")

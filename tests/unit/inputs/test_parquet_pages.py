@@ -112,6 +112,12 @@ def test_many_small_pages_count_no_more_than_the_footer_says(
     )  # fmt: skip
     monkeypatch.setattr(allowance, "FREE_BYTES", path.stat().st_size)
     monkeypatch.setattr(allowance, "MAX_EXPANSION", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(allowance, "PART_BYTES", 0)
+        assert _texts(path) == texts
+    with pytest.raises(FormatError, match="at most 1 bytes for each stored byte"):
+        _texts(path)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 100)
     assert _texts(path) == texts
 
 
@@ -264,6 +270,9 @@ def test_a_header_is_read_with_fields_that_are_not_known() -> None:
         _header((9, 11, b"\0")),
         _header(values=-1),
         _header((9, LIST, b"\x19" * 100)),
+        _header((9, LIST, b"\xf2" + varint(5000) + b"\1" * 5000)),
+        _header((9, LIST, b"\xf9" + varint(70) + (b"\xf5" + varint(70) + b"\2" * 70) * 70)),
+        _header((9, LIST, b"\xfc" + varint(70) + (b"\x11" * 70 + b"\0") * 70)),
         struct_of(),
         struct_of((1, I32, zigzag(0)), (2, I64, zigzag(300)), (3, I32, zigzag(70))),
         struct_of((1, I32, zigzag(0)), (2, I32, zigzag(300)), (3, I32, zigzag(70))),
