@@ -20,8 +20,8 @@ class PartStream:
     def __init__(self, store: Store, name: str, size: int):
         self.url, self.name, self.size = store.url, name, size
         self._store = store
-        self._at = 0  # offset of ``_held`` in the object
-        self._held = bytearray()
+        self._at = 0  # offset of ``_block`` in the object
+        self._block = memoryview(b"")
         self._crc = 0
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
@@ -35,29 +35,32 @@ class PartStream:
             return self._store.get_ranges(name, [(start, stop)])[0]
         if stop > self.size:
             raise ValueError(f"{name}: expected at least {stop} bytes, got {self.size}")
-        while self._end < stop:
-            if self._end < start:
-                self._drop(self._end)
+        while self._end < start:
             self._read()
-        self._drop(start)
-        return memoryview(bytes(self._held[: stop - start]))
+        if stop <= self._end:
+            return self._block[start - self._at : stop - self._at]
+        found, at = bytearray(stop - start), start  # once, also for a range of gigabytes
+        while True:
+            piece = self._block[at - self._at : stop - self._at]
+            found[at - start : at - start + len(piece)] = piece
+            at += len(piece)
+            if at == stop:
+                return memoryview(found)
+            self._read()
 
     def finish(self) -> str:
         """Read the rest of the object. Return the checksum of all its bytes, as in receipts."""
         while self._end < self.size:
-            self._drop(self._end)
             self._read()
         return crc32c_hex(self._crc)
 
     @property
     def _end(self) -> int:
-        return self._at + len(self._held)
+        return self._at + len(self._block)
 
     def _read(self) -> None:
-        [block] = self._store.get_ranges(self.name, [(self._end, min(self._end + BLOCK, self.size))])
-        self._crc = crc32c(block, self._crc)
-        self._held += block
-
-    def _drop(self, start: int) -> None:
-        del self._held[: start - self._at]
-        self._at = start
+        """Replace the block by the next one."""
+        end, self._block = self._end, memoryview(b"")
+        self._at = end
+        [self._block] = self._store.get_ranges(self.name, [(end, min(end + BLOCK, self.size))])
+        self._crc = crc32c(self._block, self._crc)
