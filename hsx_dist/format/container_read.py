@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -13,9 +12,9 @@ from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.checksum import check_crc32c, crc32c
 from hsx_dist.format.chunk_places import ChunkPlaces
 from hsx_dist.format.codecs import Codec, codec_for
-from hsx_dist.format.codecs.base import FREE_BYTES, check_expansion, raw_array
-from hsx_dist.format.description import MAX_HEADER_BYTES
+from hsx_dist.format.codecs.base import FREE_BYTES, check_expansion, check_whole, raw_array
 from hsx_dist.format.header import parse_header
+from hsx_dist.format.header_source import header_of
 from hsx_dist.format.loss import Loss
 from hsx_dist.format.part_request import positions, span
 from hsx_dist.format.part_source import PartSource, fetched, located, verified
@@ -109,21 +108,8 @@ class Part:
     def _open(
         cls, store: PartSource, name: str, header_bytes: int | None, size: int, front_bytes: int, again: bool
     ) -> Part:
-        if header_bytes is not None and not 8 <= header_bytes <= 8 + MAX_HEADER_BYTES:
-            raise FormatError(
-                f"expected a header of 8 to {8 + MAX_HEADER_BYTES} bytes, got a receipt with {header_bytes}"
-            )
-        data = fetched(store, name, [(0, 8 if header_bytes is None else header_bytes + front_bytes)], again)[0]
-        length = 8 + struct.unpack_from("<Q", data)[0]
-        if length - 8 > MAX_HEADER_BYTES or length > size:
-            raise FormatError(
-                f"expected a header of at most {MAX_HEADER_BYTES} bytes within the object ({size} bytes), "
-                f"got a declared length of {length - 8} bytes. Check that this is a safetensors file"
-            )
-        if header_bytes is not None and length != header_bytes:
-            raise FormatError(f"expected a header of {header_bytes} bytes, got {length}")
-        body = fetched(store, name, [(8, length)], again)[0] if header_bytes is None else data[8:length]
-        return cls(store, name, bytes(body), size, bytes(data[length:]))
+        with header_of(store, name, header_bytes, size, front_bytes, again) as (body, front):
+            return cls(store, name, body, size, front)
 
     @property
     def front_bytes(self) -> int:
@@ -175,12 +161,12 @@ class Part:
         """The small arrays that a user attached to the sample whose first segment is ``i``, by name. ``names``: only
         these; a name without an array is ignored."""
         wanted = [name for name in self._info(i).attached if names is None or name in names]
-        ranges = [self._attached_range(i, name) for name in wanted]
+        ranges = _whole([self._attached_range(i, name) for name in wanted])
         return self._verified(lambda fetch: self._attached(i, wanted, fetch(ranges)))
 
     def token_ids(self, i: int) -> np.ndarray[Any, Any]:
-        """Token ids of segment ``i``: int64 ``[n]``."""
-        ranges = [self._token_range(i)]
+        """Token ids of segment ``i``: int64 ``[n]``, maybe read-only."""
+        ranges = _whole([self._token_range(i)])
         return self._verified(lambda fetch: self._token_ids(i, fetch(ranges)[0]))
 
     def read(
@@ -218,7 +204,7 @@ class Part:
         ``empty``: allocates the memory for the states when ``out`` is not given.
         """
         names = [name for name in self._info(i).attached if name in attached]
-        extra = [self._token_range(i), *(self._attached_range(i, name) for name in names)]
+        extra = _whole([self._token_range(i), *(self._attached_range(i, name) for name in names)])
 
         def read(fetch: _Fetch) -> Loaded:
             states, (ids, *views) = self._read(fetch, i, layers, tokens, out, extra, empty)
@@ -417,7 +403,13 @@ class Part:
         info = self._info(i)
         if info.token_crc is not None:
             check_crc32c(crc32c(view), info.token_crc, f"token ids of segment {i}")
-        return raw_array(view, 8, (info.segment.num_tokens,), "token_ids").astype(np.int64)
+        return raw_array(view, 8, (info.segment.num_tokens,), "token_ids").view(np.int64)
+
+
+def _whole(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """``ranges``, after ``check_whole`` of their bytes."""
+    check_whole(sum(stop - start for start, stop in ranges))
+    return ranges
 
 
 def new_states(shape: tuple[int, int, int], dtype: str) -> np.ndarray[Any, Any]:

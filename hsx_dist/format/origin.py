@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import struct
-
-from hsx_dist.errors import FormatError, UnknownCodec
+from hsx_dist.errors import UnknownCodec
 from hsx_dist.format.container_read import Part
-from hsx_dist.format.description import MAX_HEADER_BYTES
 from hsx_dist.format.header import Origin, parse_origin
-from hsx_dist.format.part_source import PartSource, fetched
+from hsx_dist.format.header_source import header_of
+from hsx_dist.format.part_source import PartSource
 
 
 def origin_of(store: PartSource, name: str) -> Origin:
@@ -16,8 +14,6 @@ def origin_of(store: PartSource, name: str) -> Origin:
     try:
         part = Part.open(store, name)
     except UnknownCodec:
-        (length,) = struct.unpack("<Q", fetched(store, name, [(0, 8)], False)[0])
-        if length > MAX_HEADER_BYTES:  # replaced since it was opened
-            raise FormatError(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {length}") from None
-        return parse_origin(bytes(fetched(store, name, [(8, 8 + length)], False)[0]))
+        with header_of(store, name, None, store.head(name).size, 0, False) as (body, _):
+            return parse_origin(body)
     return Origin(part.about, part.segments[0].segment.meta)

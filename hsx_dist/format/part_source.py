@@ -12,6 +12,7 @@ from hsx_dist.store.base import ObjectInfo
 
 log = get_logger(__name__)
 T = TypeVar("T")
+_NO_MEMORY = "expected data that fits this machine's memory, got more. Read fewer tokens at once"
 
 
 class PartSource(Protocol):
@@ -56,18 +57,35 @@ def verified(where: str, read: Callable[[bool], T]) -> T:
     """Return ``read(False)``. If its checks fail, return ``read(True)``, which must fetch with ``again``.
 
     The network may damage one answer. No cache may keep it, and a reader must not take it for a damaged object.
+    ``FormatError``: both failed, or the memory is too small.
     """
-    with located(where):
+    for again in (False, True):
         try:
-            return read(False)
-        except FormatError:
-            pass  # the error holds the fetched bytes, so fetch again only after it is freed
-        found = read(True)
-        log.warning(
-            "%s: the first fetch failed a check, the second passed. If this repeats, check the network and the memory",
-            where,
-        )
-        return found
+            found = read(again)
+        except FormatError as e:
+            error = type(e)(f"{where}: {e}")
+        except MemoryError:
+            error = FormatError(f"{where}: {_NO_MEMORY}")
+            break
+        else:
+            if again:
+                log.warning(
+                    "%s: the first fetch failed a check, the second passed. If this repeats, check the network and the "
+                    "memory",
+                    where,
+                )
+            return found
+    # Neither the second fetch nor a kept error may hold the fetched bytes. The caught errors and their frames do.
+    raise error
+
+
+@contextmanager
+def within_memory() -> Iterator[None]:
+    """Raise ``MemoryError`` as ``FormatError``: a file with holes has any size."""
+    try:
+        yield
+    except MemoryError as e:
+        raise FormatError(_NO_MEMORY) from e
 
 
 @contextmanager

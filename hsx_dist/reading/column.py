@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import FormatError, IntegrityError
-from hsx_dist.format.codecs.base import FREE_BYTES, check_expansion
+from hsx_dist.format.codecs.base import FREE_BYTES, check_expansion, check_whole
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.container_read import Empty, Loaded, new_states
 from hsx_dist.format.json_objects import MemberCheck, count, list_of, object_of
@@ -76,6 +76,7 @@ class SampleColumn:
 
     def token_ids(self) -> np.ndarray[Any, Any]:
         """Token ids, int64 ``[T]``."""
+        check_whole(_ID_BYTES * sum(proof.segment.num_tokens for proof in self.segments))
         return np.concatenate([self._ids(i) for i in range(len(self))])
 
     def findings(self) -> Iterator[dict[str, Any]]:
@@ -127,6 +128,8 @@ class SampleColumn:
         if layers is None and first.layer_ids:
             layers = first.layer_ids  # segments may store layers in different orders
         within = self._within(start, stop)
+        # Each segment's ids are kept whole until all are joined.
+        check_whole(_ID_BYTES * sum(self.segments[i].segment.num_tokens for i in within))
         ids: list[np.ndarray[Any, Any]] = []
         small: dict[str, np.ndarray[Any, Any]] = {}
         if len(within) > 1 and out is None:
@@ -271,8 +274,8 @@ class PointColumns:
         return max(column.info(i).chunk_tokens for column in self.columns for i in range(len(column)))
 
     def load_bytes(self, layers: Sequence[int] | None, start: int, stop: int) -> int:
-        """As ``SampleColumn.load_bytes``: columns are read one after the other, and keep their ids."""
-        ids = _ID_BYTES * (stop - start) * len(self.columns)
+        """As ``SampleColumn.load_bytes``: columns are read one after the other, and the first one's ids are kept."""
+        ids = _ID_BYTES * (stop - start)
         return max(column.load_bytes(layers, start, stop) for column in self.columns) + ids
 
     def load(
@@ -289,13 +292,16 @@ class PointColumns:
         first = self.columns[0].first
         shape = (stop - start, len(layers), self.stored.width)
         out, at = (empty or new_states)(shape, first.dtype), 0
-        found: list[Loaded] = []
+        ids: np.ndarray[Any, Any] | None = None
+        attached: dict[str, np.ndarray[Any, Any]] = {}
         for column in self.columns:
             width = column.first.hidden_size
-            found.append(column.load(layers, start, stop, masked=masked, out=out[:, :, at : at + width]))
+            rows = column.load(layers, start, stop, masked=masked, out=out[:, :, at : at + width])
+            ids = require_same_ids(ids, rows.token_ids, column.key)
+            attached |= rows.attached
             at += width
-        require_same_ids([rows.token_ids for rows in found], self.columns[0].key)
-        return Loaded(out, found[0].token_ids, {k: v for rows in found for k, v in rows.attached.items()})
+        assert ids is not None, "a point has columns"
+        return Loaded(out, ids, attached)
 
 
 def check_columns(points: Iterable[tuple[PointColumns, Sequence[int] | None]], tokens: int) -> None:
@@ -339,12 +345,19 @@ def _check_size(parts: Mapping[str, Part], nbytes: int) -> None:
     check_expansion(nbytes, sum(part.size for part in parts.values()))
 
 
-def require_same_ids(ids: Sequence[np.ndarray[Any, Any]], key: str) -> None:
-    """Raise ``IntegrityError`` if columns of a sample have other token ids than the first column."""
-    if not all(np.array_equal(ids[0], other) for other in ids[1:]):
+def require_same_ids(first: np.ndarray[Any, Any] | None, other: np.ndarray[Any, Any], key: str) -> np.ndarray[Any, Any]:
+    """Return the ids of the first column, which is ``other`` if ``first`` is ``None``.
+
+    The others are compared one by one, and not kept: a sample may have thousands of columns.
+
+    Raises:
+        IntegrityError: two columns of a sample differ.
+    """
+    if first is not None and not np.array_equal(first, other):
         raise IntegrityError(
             f"sample {head(key, 80)!a}: expected columns of the same token ids, got different token ids"
         )
+    return other if first is None else first
 
 
 def points_of(columns: Sequence[SampleColumn]) -> dict[str, PointColumns]:

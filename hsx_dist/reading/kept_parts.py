@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from hsx_dist.errors import FormatError, NotFound, SampleConsumed, UnknownCodec
 from hsx_dist.format.codecs import CODECS
 from hsx_dist.format.container import Part
+from hsx_dist.format.header_source import PARSED
 from hsx_dist.text import bounded
 
 #: Limit of the memory of the kept headers and token ids. One part is always kept. Their number has no limit: in a run
@@ -18,8 +19,6 @@ from hsx_dist.text import bounded
 _KEPT_BYTES = 256 << 20
 #: Memory of a part besides.
 _PART = 16 << 10
-#: Memory of a parsed header for each of its bytes. Measured for headers of many samples with one layer: 7.4.
-_PARSED = 8
 #: Up to this many bytes of token ids are fetched and kept with the header, in the same request. Reading a sample then
 #: costs only one more request.
 MOST_IDS = 1 << 20
@@ -96,4 +95,4 @@ class KeptParts:
 
 def nbytes_of(part: Part) -> int:
     """Return the memory of a part's header and token ids."""
-    return _PARSED * part.header_bytes + part.front_bytes + _PART
+    return PARSED * part.header_bytes + part.front_bytes + _PART

@@ -12,6 +12,7 @@ from hsx_dist.format.container import Part
 from hsx_dist.format.container_read import Empty
 from hsx_dist.format.loss import Loss
 from hsx_dist.format.part_request import checked_layers, layer_list, point_list, token_range
+from hsx_dist.format.part_source import within_memory
 from hsx_dist.format.segments import SegmentProof
 from hsx_dist.page import HIDDEN_STATES, token_hash
 from hsx_dist.reading.arrays import Framework, to_ids, to_states
@@ -125,6 +126,7 @@ class Sample:
         """
         return self._point(HIDDEN_STATES).columns[0].loss()
 
+    @within_memory()
     def attached(self) -> dict[str, np.ndarray[Any, Any]]:
         """The small numpy arrays that were stored with the whole sample, by name. Raises as ``load``.
 
@@ -164,6 +166,7 @@ class Sample:
         first = {k: v for k, v in self._columns[0].first.segment.meta.items() if k != "bad"}
         return {**first, "bad": bad} if bad else first
 
+    @within_memory()
     def token_ids(self, framework: Framework = "auto") -> Any:
         """Token ids, int64 ``[T]``. ``framework`` and errors: as ``load``.
 
@@ -173,6 +176,7 @@ class Sample:
         """
         return to_ids(self._columns[0].token_ids(), framework)
 
+    @within_memory()
     def load(
         self,
         layers: Layers | None = None,
@@ -220,7 +224,8 @@ class Sample:
         for name in points or ():
             self._require_layers(name, layers_of(layers, name))
         _check_memory([(point, layers_of(layers, name)) for name, point in of.items()], stop - start)
-        states, layer_ids, ids = {}, {}, []
+        states, layer_ids = {}, {}
+        ids: np.ndarray[Any, Any] | None = None
         attached: dict[str, np.ndarray[Any, Any]] = {}
         for name, point in of.items():
             wanted = layers_of(layers, name)
@@ -228,20 +233,21 @@ class Sample:
             attached |= rows.attached
             states[name] = unpacked(to_states(rows.states, point.stored.dtype, framework), point.stored)
             layer_ids[name] = to_ids(np.array(point.stored.layers if wanted is None else wanted, np.int64), framework)
-            ids.append(rows.token_ids)
-        require_same_ids(ids, self.key)
+            ids = require_same_ids(ids, rows.token_ids, self.key)
+        assert ids is not None, "there is at least one point"
         one = points is None
         found = {
             **({HIDDEN_STATES: states[HIDDEN_STATES]} if one else {"points": states}),
-            "token_ids": to_ids(ids[0], framework),
+            "token_ids": to_ids(ids, framework),
             "layer_ids": layer_ids[HIDDEN_STATES] if one else layer_ids,
             "key": self.key,
             "meta": self.meta,
         }
         if loss_mask:  # stored with the first segment, also if only later segments are loaded
-            whole = self._mask(attached) if LOSS_MASK in attached else self.loss_mask()
-            if whole is not None:
-                found[LOSS_MASK] = to_ids(whole[start:stop], framework)
+            mask = attached[LOSS_MASK] if LOSS_MASK in attached else self._mask()
+            if mask is not None:
+                self._check_mask(mask.shape)
+                found[LOSS_MASK] = to_ids((mask[start:stop] != 0).astype(np.int64), framework)
         return found
 
     def point(self, name: str, layer: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:
@@ -255,6 +261,7 @@ class Sample:
         """
         return self.load([layer], tokens, framework, points=[name], loss_mask=False)["points"][name][:, 0]
 
+    @within_memory()
     def loss_mask(self) -> np.ndarray[Any, Any] | None:
         """The tokens that count in training: numpy int64 ``[T]``. ``None``, without a request, if there is no mask.
 
@@ -265,9 +272,10 @@ class Sample:
             >>> print(sample.loss_mask())
             None
         """
-        part, slot = self._columns[0].part(0)
-        return self._mask(part.attached(slot, (LOSS_MASK,))) if LOSS_MASK in part.attached_names(slot) else None
+        mask = self._mask()
+        return None if mask is None else (mask != 0).astype(np.int64)
 
+    @within_memory()
     def check(self) -> None:
         """Read the token ids of all columns and check that the segments are of one sample.
 
@@ -281,7 +289,7 @@ class Sample:
         _ = self.points
         first = self._columns[0].token_ids()
         for column in self._columns[1:]:
-            require_same_ids([first, column.token_ids()], self.key)
+            require_same_ids(first, column.token_ids(), self.key)
         told, found = {proof.sample_hash for proof in self._segments} - {""}, token_hash(first)
         if not told <= {found} and not is_mean(self._columns[0].first.segment.meta):
             raise IntegrityError(
@@ -289,15 +297,22 @@ class Sample:
                 f"got {found}"
             )
 
-    def _mask(self, attached: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-        mask = attached[LOSS_MASK]
-        if mask.shape != (self.num_tokens,):
-            raise FormatError(
-                f"sample {head(self.key, 80)!a}: expected a loss mask of {self.num_tokens} tokens, got shape "
-                f"{mask.shape}"
-            )
-        return (mask != 0).astype(np.int64)
+    def _mask(self) -> np.ndarray[Any, Any] | None:
+        """The loss mask as stored, ``[T]``. Its shape is checked before it is fetched."""
+        part, slot = self._columns[0].part(0)
+        shape = part.attached_shape(slot, LOSS_MASK)
+        if shape is None:
+            return None
+        self._check_mask(shape)
+        return part.attached(slot, (LOSS_MASK,))[LOSS_MASK]
 
+    def _check_mask(self, shape: tuple[int, ...]) -> None:
+        if shape != (self.num_tokens,):
+            raise FormatError(
+                f"sample {head(self.key, 80)!a}: expected a loss mask of {self.num_tokens} tokens, got shape {shape}"
+            )
+
+    @within_memory()
     def load_carrier(
         self, layers: Sequence[int] | None = None, tokens: Tokens | None = None, point: str = HIDDEN_STATES
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -390,6 +405,12 @@ def load_bytes(
     nbytes = sum(2 * attached[name].nbytes for name in arrays if name in attached)  # fetched and copied
     masks = 9 * sample.num_tokens if LOSS_MASK in arrays and LOSS_MASK in attached else 0  # bool and int64
     return found + nbytes + masks
+
+
+def loss_tokens_of(sample: Sample) -> int:
+    """Number of tokens that count in training. Takes 3 bytes of memory for each token. Errors: as ``Sample.load``."""
+    mask = sample._mask()
+    return sample.num_tokens if mask is None else int(np.count_nonzero(mask))
 
 
 def columns_of(sample: Sample) -> Mapping[str, PointColumns]:

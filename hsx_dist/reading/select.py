@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from hsx_dist.errors import ConfigError, SampleNotFound
+from hsx_dist.format.byte_budget import ByteBudget
+from hsx_dist.format.part_source import within_memory
 from hsx_dist.reading.index import Index
-from hsx_dist.reading.sample import Sample
+from hsx_dist.reading.sample import Sample, loss_tokens_of
 
 if TYPE_CHECKING:
     from hsx_dist.reading.run import Run
 
 #: Number of parts whose headers are read at once, if a criterion needs them.
 _THREADS = 16
+#: Memory of the masks that are read at once. One larger mask is read alone.
+_MASK_BYTES = 256 << 20
 
 Split = Literal["train", "val"]
 
@@ -128,8 +132,13 @@ def select(
     if where is not None:
         found = _filtered(found, lambda sample: bool(where(sample.meta)))
     if min_loss_tokens is not None:
-        least = min_loss_tokens
-        found = _filtered(found, lambda sample: _loss_tokens(sample) >= least)
+        least, memory = min_loss_tokens, ByteBudget(_MASK_BYTES)
+
+        def has_least(sample: Sample) -> bool:
+            with memory.hold(3 * sample.num_tokens), within_memory():
+                return loss_tokens_of(sample) >= least
+
+        found = _filtered(found, has_least)
     return found
 
 
@@ -167,11 +176,6 @@ def key_hash(key: str, purpose: bytes) -> int:
     """A hash of the key in ``[0, 2**64)``, different for each purpose."""
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8, person=purpose).digest()
     return int.from_bytes(digest, "little")
-
-
-def _loss_tokens(sample: Sample) -> int:
-    mask = sample.loss_mask()
-    return sample.num_tokens if mask is None else int(np.count_nonzero(mask))
 
 
 def _filtered(selection: Selection, keep: Callable[[Sample], bool]) -> Selection:

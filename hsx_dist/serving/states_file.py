@@ -75,9 +75,10 @@ class StatesFile:
         self._sample, self._layers = sample, wanted.layers
         self._start, stop, _ = slice(*(wanted.tokens or (None, None))).indices(sample.num_tokens)
         self._stop = max(self._start, stop)
-        small = {"token_ids": sample.token_ids("numpy")[self._start : self._stop]}
+        # Copies, so that the rest of the sample's ids and mask is freed.
+        small = {"token_ids": sample.token_ids("numpy")[self._start : self._stop].copy()}
         if (mask := sample.loss_mask()) is not None:
-            small[LOSS_MASK] = mask[self._start : self._stop]
+            small[LOSS_MASK] = mask = mask[self._start : self._stop].copy()
         stored = sample.points
         alone = wanted.points is None and HIDDEN_STATES in stored
         names = (HIDDEN_STATES,) if alone else tuple(stored) if wanted.points in (None, "all") else wanted.points or ()
@@ -137,7 +138,7 @@ class StatesFile:
             entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
-        return b"".join([struct.pack("<Q", len(header)), header, *(array.tobytes() for array in small.values())])
+        return b"".join([struct.pack("<Q", len(header)), header, *(array.data for array in small.values())])
 
     def is_of_same_sample(self, other: StatesFile) -> bool:
         """Whether ``other`` is the same range of the same sample, even if its object was stored again."""

@@ -29,6 +29,7 @@ from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part
 from hsx_dist.format.description import Description
 from hsx_dist.format.header import build_header
+from hsx_dist.format.names import receipt_name
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.inputs.rows import read_rows
@@ -300,8 +301,8 @@ def plain_headers(rng: random.Random, folder: Path) -> list[Read]:
     }
     body = json.dumps(table).encode()
     (folder / "p.safetensors").write_bytes(struct.pack("<Q", len(body)) + body + bytes(rng.randrange(200)))
-    if rng.random() < 0.3 and nbytes + 8 * n < 1 << 43:
-        os.truncate(folder / "p.safetensors", 8 + len(body) + (min(nbytes, 1 << 24) + 8 * n) % (1 << 25))
+    if rng.random() < 0.5 and nbytes + 8 * n < 1 << 43:  # a hole of the claimed size, often many GiB
+        os.truncate(folder / "p.safetensors", 8 + len(body) + nbytes + 8 * n)
     return _part_readers(folder)
 
 
@@ -384,6 +385,43 @@ def _of_one_key(rng: random.Random, row: list[Any]) -> list[list[Any]]:
         sample = "" if samples is None else f"{i * samples:016x}"
         rows.append([row[0], i * indexes // n, start, stop, 1 << 40, len(rows), f"{i * tokens:016x}", 1, 1, 0, sample])
     return rows
+
+
+def large_headers(rng: random.Random, folder: Path) -> list[Read]:
+    """A run of many parts whose headers are proven and large: holes, blanks, or metadata that was written so."""
+    store = LocalStore(folder)
+    testing_runs.write_v1_run(store, {"meaning": {"layers": [3]}, "settings": {}, "id": "x"})
+    writer, kind = testing_runs.RunWriter(store), rng.choice(["hole", "late hole", "blanks", "lists", "text"])
+    length = 1 << rng.randrange(21, 25)
+    count = (64 << 20) // length
+    for i in range(count):
+        receipt = writer.put([testing_runs.whole(random_sample(f"k{i}", 5, layer_ids=(3,), hidden_size=4), i)])
+        assert receipt.part is not None
+        path = folder / receipt.part
+        header = _large_header(kind, length)
+        with path.open("wb") as f:
+            f.write(struct.pack("<Q", length) + header)
+            f.truncate(8 + length + 1000)
+        claims = replace(receipt, size=8 + length + 1000, header_bytes=8 + length)
+        store.put(receipt_name(*receipt.id), [claims.to_json()])
+    data = partial(HiddenStatesDataset, store.url, rank=0, world_size=1, framework="numpy")
+    return [
+        lambda: list(data(on_error="skip")),
+        lambda: open_run(store.url).select(where=lambda meta: not meta),
+        lambda: open_run(store.url).select(min_loss_tokens=1),
+        lambda: verify_run(store, workers=4),
+    ]
+
+
+def _large_header(kind: str, length: int) -> bytes:
+    begin = b'{"__metadata__":{'
+    if kind in ("hole", "late hole"):
+        return begin + b" " * (0 if kind == "hole" else min(1 << 17, length - len(begin)))
+    if kind == "blanks":
+        return begin + b" " * (length - len(begin))
+    unit = b"[" if kind == "lists" else b"a"
+    begin += b'"hsx":"'
+    return begin + unit * (length - len(begin))
 
 
 def columns(rng: random.Random, folder: Path) -> list[Read]:
@@ -555,6 +593,7 @@ KINDS: dict[str, Callable[[random.Random, Path], list[Read]]] = {
     "plain headers": plain_headers,
     "part headers": part_headers,
     "segments that are not there": many_segments,
+    "large headers": large_headers,
     "columns": columns,
     "chunks": chunks,
     "compressed lines": compressed_lines,

@@ -21,6 +21,9 @@ EXPANSION_VARIABLE = "HSX_MAX_EXPANSION"
 _EXPANSION = 64
 #: Decoded bytes that are always allowed, however few bytes are stored.
 FREE_BYTES = 64 << 20
+#: Token ids and attached arrays that are read at once. The limit is at least the first, and the second times the
+#: variable. A context of ten million tokens has 80 MB of ids.
+_WHOLE_BYTES, _WHOLE_STEP = 256 << 20, 4 << 20
 
 
 @runtime_checkable
@@ -158,13 +161,29 @@ def check_expansion(raw_bytes: int, stored_bytes: int) -> None:
         FormatError: ``raw_bytes`` is more than 64 MiB plus ``HSX_MAX_EXPANSION`` (default: 64) times ``stored_bytes``.
         ConfigError: the variable is not a whole number from 1 to 999999.
     """
-    if raw_bytes <= FREE_BYTES:
-        return
+    if raw_bytes > FREE_BYTES and raw_bytes > FREE_BYTES + (most := _most_expansion()) * stored_bytes:
+        raise FormatError(
+            f"expected states of at most {most} times the {stored_bytes} bytes that encode them, got a header "
+            f"with {raw_bytes} bytes. If you trust the object, set {EXPANSION_VARIABLE} to a larger number"
+        )
+
+
+def check_whole(nbytes: int) -> None:
+    """Refuse to fetch ``nbytes`` of token ids and attached arrays at once. In a file with holes they have any size.
+
+    Raises:
+        FormatError: ``nbytes`` is more than 256 MiB and more than ``HSX_MAX_EXPANSION`` (default: 64) times 4 MiB.
+        ConfigError: as ``check_expansion``.
+    """
+    if nbytes > _WHOLE_BYTES and nbytes > (most := _WHOLE_STEP * _most_expansion()):
+        raise FormatError(
+            f"expected token ids and attached arrays of at most {max(most, _WHOLE_BYTES)} bytes, got a header with "
+            f"{nbytes} bytes. If you trust the object, set {EXPANSION_VARIABLE} to {-(-nbytes // _WHOLE_STEP)} or more"
+        )
+
+
+def _most_expansion() -> int:
     text = os.environ.get(EXPANSION_VARIABLE) or str(_EXPANSION)
     if not re.fullmatch("[1-9][0-9]{0,5}", text):
         raise ConfigError(f"{EXPANSION_VARIABLE}: expected a whole number from 1 to 999999, got {text!r}. Correct it")
-    if raw_bytes > FREE_BYTES + int(text) * stored_bytes:
-        raise FormatError(
-            f"expected states of at most {text} times the {stored_bytes} bytes that encode them, got a header "
-            f"with {raw_bytes} bytes. If you trust the object, set {EXPANSION_VARIABLE} to a larger number"
-        )
+    return int(text)

@@ -160,7 +160,7 @@ def test_a_kept_header_is_counted_with_its_memory() -> None:
     trace_memory()
     part = Part.open(store, name)
     held = tracemalloc.get_traced_memory()[0]
-    assert 0.5 < held / (kept_parts._PARSED * part.header_bytes) < 1.1
+    assert 0.5 < held / (kept_parts.PARSED * part.header_bytes) < 1.1
 
 
 @pytest.mark.traced
