@@ -37,7 +37,7 @@ from hsx_dist.format.json_objects import (
 )
 from hsx_dist.format.markers import OBJECTS_OF_A_RUN
 from hsx_dist.format.own_objects import has_evidence, is_evidence, run_objects
-from hsx_dist.format.presence import exists
+from hsx_dist.format.presence import exists, is_missing
 from hsx_dist.format.segment_info import MAX_HIDDEN_SIZE, MAX_LAYERS
 from hsx_dist.store import Store
 from hsx_dist.store.prefix import PrefixStore
@@ -129,9 +129,11 @@ class Place:
         return _place(root, self.pointer, self.info)
 
     def removed(self) -> bool:
-        """Whether the run has been removed. Asks the store."""
+        """Whether the run has been removed. Asks the store, and a second time if the description is missing."""
         found = _read(self.root, self.pointer)
-        return found is None or "removed" in found or _id(found) != self.id
+        if found is None:
+            return is_missing(self.root, self.pointer)
+        return "removed" in found or _id(found) != self.id
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hsx_dist.errors import NotFound, ObjectsMissing
 from hsx_dist.store import Store
 
+_WEB = ("http://", "https://")
+
 
 def exists(store: Store, name: str) -> bool:
     """Whether ``store`` has the object ``name``.
@@ -13,13 +15,24 @@ def exists(store: Store, name: str) -> bool:
     Web servers get a HEAD, because one without ranges would send the whole object.
     """
     try:
-        if store.url.startswith(("http://", "https://")):
+        if store.url.startswith(_WEB):
             store.head(name)
         else:
             store.get(name, 1)
     except NotFound:
         return False
     return True
+
+
+def is_missing(store: Store, name: str) -> bool:
+    """Whether there is no object ``name``, after a first answer said so.
+
+    Lists the name: one 404 of a gateway may pass for the store's, and a gateway sends no listing. Web servers, which
+    may list no folders, get a HEAD.
+    """
+    if store.url.startswith(_WEB):
+        return not exists(store, name)
+    return all(info.name != name for info in store.list(name))
 
 
 def unlisted(store: Store, name: str, others: str) -> ObjectsMissing:

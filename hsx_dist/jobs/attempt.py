@@ -155,8 +155,9 @@ def require_not_removed(place: Place) -> None:
     """Raise ``RunError`` if the run was removed."""
     if place.removed():
         raise RunError(
-            f"{place.root.url}: expected the run that this driver works on, got the mark of its removal: its samples "
-            "are lost. Start the extraction again, at an output that no other process removes"
+            f"{place.root.url}: expected the run that this driver works on, got the mark of its removal, or no "
+            f"{place.pointer}: its samples are lost. Start the extraction again, at an output that no other process "
+            "removes"
         )
 
 

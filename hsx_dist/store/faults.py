@@ -54,6 +54,13 @@ _BUSY_CODES = frozenset(
         "XAmzContentSHA256Mismatch",
     }
 )
+#: Codes with the status 404 that say that an object or its bucket is missing. MinIO, Ceph, SeaweedFS, R2 and GCS's XML
+#: have S3's. The other ones are Azure's.
+_MISSING_CODES = frozenset(
+    {"BlobNotFound", "ContainerNotFound", "NoSuchBucket", "NoSuchKey", "NoSuchVersion", "ResourceNotFound"}
+)
+#: Codes with the status 409 or 412 that say that the condition of a put or a delete does not hold.
+_CONDITION_CODES = frozenset({"BlobAlreadyExists", "ConditionNotMet", "PreconditionFailed", "TargetConditionNotMet"})
 _NO_CREDENTIALS = frozenset(
     {
         "CredentialRetrievalError",
@@ -196,10 +203,11 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
         return Denied(f"{where}: no usable credentials or connection: {detail}. {_CREDENTIALS_HINT}")
     if code == "NoSuchBucket" or said.lacks_bucket:
         return NoBucket(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
-    # Such a status alone proves nothing: the answers of a proxy, and of a service for credentials, have it too.
+    # Such a status proves nothing: the answers of a proxy, and of a service for credentials, have it too, and may have a
+    # code in XML.
     conditional = status in (409, 412) and where.startswith(_CONDITIONAL)
-    of_a_page = said.of_a_page or any(map(_of_a_page, chain))
-    if (status == 404 or conditional) and re.search("[A-Za-z]", code) is None and of_a_page:
+    known = code in (_MISSING_CODES if status == 404 else _CONDITION_CODES)
+    if (status == 404 or conditional) and not known and (said.of_a_page or any(map(_of_a_page, chain))):
         return Unavailable(f"{where}: expected the store's answer, got another: {detail}. {_ENDPOINT_HINT}")
     exists = isinstance(error, FileExistsError) or "AlreadyExistsError" in names
     if "PreconditionFailed" in (code, *names) or status == 412 or exists:
@@ -313,7 +321,7 @@ def _of_the_store(error: BaseException) -> bool:
 def _of_a_page(error: BaseException) -> bool:
     """Whether botocore's error is for an answer with a body, as the page of an ingress. Some stores send no body.
 
-    For an answer without a store's code. gcsfs and web servers' libraries show no body.
+    For an answer without a known code. gcsfs and web servers' libraries show no body.
     """
     if not _of_aws(error):
         return False

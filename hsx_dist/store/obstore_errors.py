@@ -41,7 +41,7 @@ _RESPONSE = "Server returned error response: "
 _CODE = re.compile(r"[\s\ufeff]*(?:<\?xml[^>]*>\s*)?<Error\b[^>]*>.*?<Code>(\w+)</Code>", re.DOTALL)
 #: S3's and Azure's deletes in bulk.
 _BULK = re.compile(r"(?:DeleteObjects|Bulk delete) request failed for key .*\(code: (\w+)\)\Z", re.DOTALL)
-#: GCS's errors in JSON. Other services' pages may be JSON too.
+#: GCS's errors in JSON. Gateways have the same form, so only a URL of GCS gets them.
 _JSON = r'\{{\s*"error":\s*\{{.*"code":\s*{}\b'
 _NO_BUCKET = re.compile(r'"message":\s*"(?:the specified )?bucket does not exist', re.IGNORECASE)
 _NO_ANSWER = re.compile(r"(?:Error [\w ]+: )*HTTP error: ")
@@ -66,6 +66,7 @@ class ObstoreError:
     ``unanswered``: no answer was received. ``of_another_service``: a service for credentials failed, not the store.
     ``of_a_listing``: a listing's request failed. ``of_a_gateway``: the answer is none of the store's, and had a
     status of success. ``past_the_end``: a file ends before the range. ``number``: of the system's error.
+    ``in_gcs_json``: the body is an error of GCS in JSON.
     """
 
     status: int | None = None
@@ -77,19 +78,16 @@ class ObstoreError:
     of_a_gateway: bool = False
     past_the_end: bool = False
     number: int | None = None
+    in_gcs_json: bool = False
 
     @property
     def of_a_page(self) -> bool:
-        """Whether the body of an answer without a store's code is none of the store's. Some stores send no body."""
-        return self.body.strip() != "" and not self._of_gcs
+        """Whether the body of an answer without a known code is none of the store's. Some stores send no body."""
+        return self.body.strip() != "" and not self.in_gcs_json
 
     @property
     def lacks_bucket(self) -> bool:
-        return self.code == "NoSuchBucket" or (self._of_gcs and _NO_BUCKET.search(self.body) is not None)
-
-    @property
-    def _of_gcs(self) -> bool:
-        return self.status is not None and re.match(_JSON.format(self.status), self.body, re.DOTALL) is not None
+        return self.code == "NoSuchBucket" or (self.in_gcs_json and _NO_BUCKET.search(self.body) is not None)
 
 
 def obstore_error(error: BaseException, url: str) -> ObstoreError | None:
@@ -115,6 +113,9 @@ def obstore_error(error: BaseException, url: str) -> ObstoreError | None:
         unanswered=_NO_ANSWER.match(cause) is not None,
         of_another_service="performing token request" in step,
         of_a_listing="performing list request" in step,
+        in_gcs_json=status is not None
+        and url.startswith(("gs://", "gcs://"))
+        and re.match(_JSON.format(status["status"]), body, re.DOTALL) is not None,
     )
 
 

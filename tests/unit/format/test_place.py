@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hsx_dist.errors import FormatError, RunError
+from hsx_dist.errors import FormatError, NotFound, RunError
 from hsx_dist.format.json_objects import dump_json
 from hsx_dist.format.place import RUN, Place, bury, close_place, find_place, leftovers, open_place, start_run
 from hsx_dist.format.runs import take_attempt
@@ -100,6 +100,21 @@ def test_after_a_removal_the_next_run_has_a_new_name_and_folder(root: LocalStore
     first.store.put("data/part-0001-w-000001.safetensors", [b"x"])  # a writer of the removed run does, too
     assert names(second.store) == []
     assert list(leftovers(root)) == [f"{first.folder}/"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_one_answer_that_there_is_no_description_is_no_removal(root: LocalStore, tmp_path: Path, kept: bool) -> None:
+    """A gateway's 404 with an empty body passes for the store's."""
+
+    class Missed(LocalStore):
+        def get(self, name: str, most: int | None = None) -> bytes:
+            raise NotFound(f"{name} {most}")
+
+    start_run(root, {})
+    place = open_place(root).at(Missed(tmp_path / "run"))
+    if not kept:
+        root.delete(RUN)
+    assert place.removed() is not kept
 
 
 def test_a_driver_refuses_to_start_in_a_folder_with_leftovers(root: LocalStore) -> None:

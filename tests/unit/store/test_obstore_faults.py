@@ -97,6 +97,27 @@ def test_the_body_of_a_404_distinguishes_the_store_from_a_gateway(body: str, kin
         assert type(translate(error, "list gs://bkt/o", "bkt", Redactor({}, {}))) is kind
 
 
+def test_only_gcs_names_a_missing_object_in_json() -> None:
+    """Kong answers with this form."""
+    error = _error(FileNotFoundError, "404 Not Found", body='{"error": {"code": 404, "message": "no Route matched"}}')
+    for scheme, kind in (("gs", NotFound), ("gcs", NotFound), ("s3", Unavailable), ("az", Unavailable)):
+        assert type(translate(error, f"get {scheme}://bkt/o", "bkt", Redactor({}, {}))) is kind
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        ("409 Conflict", "BlobAlreadyExists", AlreadyExists),
+        ("412 Precondition Failed", "ConditionNotMet", AlreadyExists),
+        ("412 Precondition Failed", "TargetConditionNotMet", AlreadyExists),
+        ("412 Precondition Failed", "LeaseIdMissing", Unavailable),
+    ],
+)
+def test_azures_codes_say_whether_a_condition_holds(status: str, code: str, kind: type[StoreError]) -> None:
+    error = _error(AlreadyExistsError, status, code)
+    assert type(translate(error, "put-if-absent az://bkt/o", "bkt", Redactor({}, {}))) is kind
+
+
 @pytest.mark.parametrize("lacking", ["ETag", "Last-Modified", "Content-Length"])
 def test_an_answer_to_a_get_without_an_objects_headers_is_asked_for_again(lacking: str) -> None:
     error = GenericError(f"Generic GCS error: {lacking} Header missing from response{_RUST}")

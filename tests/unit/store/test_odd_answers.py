@@ -120,6 +120,8 @@ _MISSING = b'<?xml version="1.0"?>\n<Error><Code>NoSuchKey</Code><Message>no</Me
     [
         (b"<html><hr><center>nginx</center></html>", Unavailable),
         (b"default backend - 404", Unavailable),
+        (b'{"error": {"code": 404, "message": "no Route matched with those values"}}', Unavailable),
+        (b"<Error><Code>RouteNotFound</Code><Message>no upstream</Message></Error>", Unavailable),
         (_MISSING, NotFound),
         (b"", NotFound),
     ],
@@ -206,6 +208,9 @@ _EXISTS = b'<?xml version="1.0"?>\n<Error><Code>PreconditionFailed</Code><Messag
         (412, b"<html>Blocked</html>", False),
         (409, b"<html>Blocked</html>", False),
         (409, b'{"message": "Conflict"}', False),
+        (412, b'{"error": {"code": 412, "message": "Blocked"}}', False),
+        (412, b"<Error><Code>RequestBlocked</Code></Error>", False),
+        (409, b"<Error><Code>RequestBlocked</Code></Error>", False),
         (412, _EXISTS, True),
         (412, b"", True),
     ],
