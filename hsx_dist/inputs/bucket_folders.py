@@ -12,8 +12,17 @@ from typing import Any
 from hsx_dist.config import public_url
 from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.inputs.file_systems import VERSION, file_info, innermost, schemes_of
-from hsx_dist.store.base import ObjectInfo, stated_size
-from hsx_dist.store.pages import Pages, listed, name_below, pages_of_gcs, put_in_order
+from hsx_dist.store.base import ObjectInfo
+from hsx_dist.store.pages import (
+    Pages,
+    items_of_gcs,
+    listed,
+    listed_by_gcs,
+    name_below,
+    named,
+    pages_of_gcs,
+    put_in_order,
+)
 from hsx_dist.text import head
 
 #: Objects with what the service says about them, and folders with nothing.
@@ -139,13 +148,13 @@ class BucketFolders:
 
         for answer in self._pages.answers(ask, prefix, where):
             yield from ((listed(entry, where), entry) for entry in answer.get("Contents", ()))
-            yield from ((ObjectInfo(str(entry["Prefix"]), 0), None) for entry in answer.get("CommonPrefixes", ()))
+            folders = (named(entry.get("Prefix"), where) for entry in answer.get("CommonPrefixes", ()))
+            yield from ((ObjectInfo(name, 0), None) for name in folders)
 
     def _of_gcs(self, bucket: str, prefix: str, where: str) -> _Entries:
         def ask(**page: Any) -> Any:
             return self._bucket.call("GET", "b/{}/o", bucket, json_out=True, delimiter="/", **page)
 
         for page in pages_of_gcs(ask, prefix, where):
-            for item in page.get("items", ()):
-                yield ObjectInfo(item["name"], stated_size(item.get("size"), where)), item
-            yield from ((ObjectInfo(name, 0), None) for name in page.get("prefixes", ()))
+            yield from ((listed_by_gcs(item, where), item) for item in items_of_gcs(page, "items", where))
+            yield from ((ObjectInfo(named(name, where), 0), None) for name in items_of_gcs(page, "prefixes", where))

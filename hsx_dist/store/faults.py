@@ -203,8 +203,7 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
         return Denied(f"{where}: no usable credentials or connection: {detail}. {_CREDENTIALS_HINT}")
     if code == "NoSuchBucket" or said.lacks_bucket:
         return NoBucket(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
-    # Such a status proves nothing: the answers of a proxy, and of a service for credentials, have it too, and may have a
-    # code in XML.
+    # Such a status proves nothing: proxies and services for credentials answer with it too, perhaps with a code in XML.
     conditional = status in (409, 412) and where.startswith(_CONDITIONAL)
     known = code in (_MISSING_CODES if status == 404 else _CONDITION_CODES)
     if (status == 404 or conditional) and not known and (said.of_a_page or any(map(_of_a_page, chain))):

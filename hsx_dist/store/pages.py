@@ -88,11 +88,10 @@ def listed(entry: Mapping[str, Any], where: str) -> ObjectInfo:
     Raises:
         StoreError: the entry lacks the key or the size.
     """
-    if not entry.get("Key"):
-        raise StoreError(f"{where}: expected the key of each object, got an entry without. Use another store")
-    return ObjectInfo(str(entry["Key"]), stated_size(entry.get("Size"), where))
+    return ObjectInfo(named(entry.get("Key"), where), stated_size(entry.get("Size"), where))
 
 
+_NEXT_OF_S3 = "NextContinuationToken (ListObjectsV2)"
 #: Members of S3's answers to a listing. Services omit some of them.
 _LISTING = frozenset(("Name", "KeyCount", "Prefix", "MaxKeys", "IsTruncated"))
 
@@ -120,7 +119,7 @@ def continues(
     """
     answer = first_page(prefix)
     require_listing(answer, where)
-    if next_page(answer, None, where) is not None:
+    if next_page(answer, where) is not None:
         return True
     named = _names(answer)
     if len(named) <= 1 and any(_names(first_page(name)) - named for name in listed_before if name not in named):
@@ -138,6 +137,30 @@ def _names(answer: Mapping[str, Any]) -> Set[str]:
     return dict.fromkeys((*keys, *folders)).keys()  # keeps the answer's order: ``Pages`` checks the first names
 
 
+class _Tokens:
+    """The tokens of a listing's pages. Finds every listing that comes back to an earlier page, and so never ends.
+
+    Keeps one token: the last one at a count that is a power of two (Brent's algorithm). A listing may have a million.
+    """
+
+    def __init__(self, what: str, where: str):
+        self._what, self._where = what, where
+        self._kept: str | None = None
+        self._count = 0
+
+    def following(self, token: str) -> str:
+        """Return the next page's token. Raises ``StoreError`` if it is the kept one."""
+        if token == self._kept:
+            raise StoreError(
+                f"{self._where}: expected a page that is not the last one to have a new {self._what}, got the token of "
+                "an earlier page: objects would be missing. Use another store"
+            )
+        self._count += 1
+        if self._count & (self._count - 1) == 0:
+            self._kept = token
+        return token
+
+
 class Pages:
     """The pages of a store's listings by S3's ``list_objects_v2``. Checks the store until it has continued a page."""
 
@@ -148,14 +171,15 @@ class Pages:
 
         Raises ``StoreError`` like ``require_listing``, ``next_page`` and ``continues``.
         """
-        token = None
+        token, tokens = None, _Tokens(_NEXT_OF_S3, where)
         while True:
             answer = ask(Prefix=prefix, **({"ContinuationToken": token} if token else {}))
             require_listing(answer, where)
             yield answer
-            token = next_page(answer, token, where)
-            if token is None:
+            following = next_page(answer, where)
+            if following is None:
                 break
+            token = tokens.following(following)
             self._continues = True
         names = _names(answer)
         if len(names) > 1 and not self._continues:
@@ -174,9 +198,9 @@ def pages_of_gcs(ask: Callable[..., Any], prefix: str, where: str) -> Iterator[M
 
     Raises:
         Unavailable: an answer is no listing, such as the page of a gateway.
-        StoreError: a page names its own token as the next one. The listing would not end.
+        StoreError: a page names the token of an earlier page. The listing would not end.
     """
-    token = None
+    token, tokens = None, _Tokens("nextPageToken (objects.list)", where)
     while True:
         page = ask(prefix=prefix, **({"pageToken": token} if token else {}))
         if not isinstance(page, Mapping) or page.get("kind") != "storage#objects":
@@ -185,12 +209,7 @@ def pages_of_gcs(ask: Callable[..., Any], prefix: str, where: str) -> Iterator[M
         following = page.get("nextPageToken")
         if not following:
             return
-        if following == token:
-            raise StoreError(
-                f"{where}: expected a page that is not the last one to have a new nextPageToken (objects.list), got "
-                "the token of this page: objects would be missing. Use another store"
-            )
-        token = following
+        token = tokens.following(str(following))
 
 
 def objects_of_gcs(ask: Callable[..., Any], prefix: str, where: str) -> Iterator[ObjectInfo]:
@@ -198,29 +217,58 @@ def objects_of_gcs(ask: Callable[..., Any], prefix: str, where: str) -> Iterator
 
     Raises:
         Unavailable: as ``pages_of_gcs``.
-        StoreError: as ``pages_of_gcs``, or an entry lacks the size.
+        StoreError: as ``pages_of_gcs`` and ``listed_by_gcs``.
     """
     for page in pages_of_gcs(ask, prefix, where):
-        for item in page.get("items", ()):
-            if not item["name"].endswith("/"):
-                yield ObjectInfo(item["name"], stated_size(item.get("size"), where))
+        for item in items_of_gcs(page, "items", where):
+            info = listed_by_gcs(item, where)
+            if not info.name.endswith("/"):
+                yield info
 
 
-def next_page(answer: Mapping[str, Any], token: str | None, where: str) -> str | None:
-    """Return the continuation token of the next page of S3's ``list_objects_v2``, or None after the last page.
+def items_of_gcs(page: Mapping[str, Any], member: str, where: str) -> Sequence[Any]:
+    """Return a list that a page of GCS's listing may have. Raises ``StoreError`` if the member is no list."""
+    found = page.get(member, [])
+    if not isinstance(found, list):
+        raise StoreError(
+            f"{where}: expected a list as {member} (objects.list), got {type(found).__name__}. Use another store"
+        )
+    return found
 
-    ``token``: the token of this page. A store that knows only version 1 of the call gives none.
+
+def listed_by_gcs(item: Any, where: str) -> ObjectInfo:
+    """Return the object of an entry of GCS's ``objects.list``, under its whole name.
 
     Raises:
-        StoreError: the page is not the last one, and has no new token. The names after it would be missing.
+        StoreError: the entry lacks the name or the size.
+    """
+    if not isinstance(item, Mapping):
+        item = {}
+    return ObjectInfo(named(item.get("name"), where), stated_size(item.get("size"), where))
+
+
+def named(value: object, where: str) -> str:
+    """Return the name of an object or a folder in a listing. Raises ``StoreError`` if it is no text, or empty."""
+    if not isinstance(value, str) or not value:
+        raise StoreError(f"{where}: expected the name of each object, got an entry without. Use another store")
+    return value
+
+
+def next_page(answer: Mapping[str, Any], where: str) -> str | None:
+    """Return the continuation token of the next page of S3's ``list_objects_v2``, or None after the last page.
+
+    A store that knows only version 1 of the call gives no token.
+
+    Raises:
+        StoreError: the page is not the last one, and has no token. The names after it would be missing.
     """
     # Some stores omit IsTruncated, or write it so that botocore reads false. A token says that there are more names.
     following = answer.get("NextContinuationToken")
     if not following and not answer.get("IsTruncated"):
         return None
-    if not following or following == token:
+    if not following:
         raise StoreError(
-            f"{where}: expected a page that is not the last one to have a new NextContinuationToken (ListObjectsV2), "
-            f"got {'the token of this page' if following else 'none'}: objects would be missing. Use another store"
+            f"{where}: expected a page that is not the last one to have a new {_NEXT_OF_S3}, got none: objects would "
+            "be missing. Use another store"
         )
     return str(following)

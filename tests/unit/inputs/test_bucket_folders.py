@@ -208,10 +208,11 @@ def test_each_folder_is_listed_once_and_the_service_is_checked_once(url: str, mo
             {"0": listing([entry("in/0.jsonl")], "<IsTruncated>true</IsTruncated>")},
             "expected a page .* got none",
         ),
-        ("in/", {"2": listing([], f"<IsTruncated>true</IsTruncated>{TOKEN}")}, "the token of this page"),
+        ("in/", {"2": listing([], f"<IsTruncated>true</IsTruncated>{TOKEN}")}, "the token of an earlier page"),
         ("in/", {"2": listing(map(entry, ["in/", "in/0.jsonl"]))}, "expected each name once"),
         ("in/a/", {"0": listing([entry("other/0.jsonl")])}, "expected names that begin with"),
         ("in/a/", {"0": listing(["<Contents><Key>in/a/0.jsonl</Key></Contents>"])}, "size"),
+        ("in/a/", {"0": listing(["<CommonPrefixes></CommonPrefixes>"])}, "name of each object"),
     ],
 )
 def test_a_listing_of_s3_that_may_lack_names_is_refused(
@@ -241,6 +242,8 @@ def test_a_service_that_cuts_a_list_of_files_or_folders_is_refused(
         ({"0": b"{}"}, "expected a listing"),
         ({"2": Bucket.gcs(["in/", "in/_SUCCESS"], None, "in/")}, "expected each name once"),
         ({"2": Bucket.gcs(["other/0.jsonl"], None, "in/")}, "expected names that begin with"),
+        ({"0": b'{"kind": "storage#objects", "items": null}'}, "a list as items"),
+        ({"0": b'{"kind": "storage#objects", "prefixes": [5]}'}, "name of each object"),
     ],
 )
 def test_a_listing_of_gcs_that_may_lack_names_is_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from hsx_dist.store import Store, open_store
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.store.opening import Backend
-from hsx_dist.store.pages import pages_of_gcs
+from hsx_dist.store.pages import Pages, objects_of_gcs, pages_of_gcs
 from tests.harness.http_server import Answers, entry, listing, s3_options, served
 
 PAGE = b"<html><body>maintenance</body></html>"
@@ -159,10 +160,35 @@ def test_obstore_lists_gcs_through_gcsfs(tmp_path: Path) -> None:
     assert names(store) == ["a"]
 
 
-def test_pages_of_gcs_that_repeat_a_token_end() -> None:
+@pytest.mark.parametrize(("cycle", "most"), [(1, 2), (2, 4), (3, 7), (1000, 3000)])
+def test_a_listing_that_repeats_a_page_ends(cycle: int, most: int) -> None:
     """Without objects, no name comes again."""
-    page = {"kind": "storage#objects", "nextPageToken": "t"}
-    found = pages_of_gcs(lambda **_: page, "r/", "x")
-    assert [next(found), next(found)] == [page, page]
-    with pytest.raises(StoreError, match=r"x: expected .* to have a new nextPageToken .*, got the token of this page"):
-        next(found)
+    for token, pages in (
+        ("nextPageToken", lambda ask: pages_of_gcs(ask, "r/", "x")),
+        ("NextContinuationToken", lambda ask: Pages().answers(ask, "r/", "x")),
+    ):
+        numbers = itertools.count(1)
+        found = pages(
+            lambda token=token, numbers=numbers, **_: {
+                "kind": "storage#objects", "Name": "b", token: f"t{next(numbers) % cycle}"
+            }
+        )  # fmt: skip
+        with pytest.raises(StoreError, match=rf"x: expected .* to have a new {token} .*, got the token of an earlier"):
+            list(itertools.islice(found, most + 1))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        {"items": None},
+        {"items": {"a": 1}},
+        {"items": [None]},
+        {"items": [{"size": "3"}]},
+        {"items": [{"name": 5, "size": "3"}]},
+        {"items": [{"name": "", "size": "3"}]},
+        {"items": [{"name": "r/a", "size": -3}]},
+    ],
+)
+def test_an_odd_entry_of_gcs_is_a_store_error(page: dict[str, Any]) -> None:
+    with pytest.raises(StoreError, match="x: expected "):
+        list(objects_of_gcs(lambda **_: {"kind": "storage#objects", **page}, "r/", "x"))
