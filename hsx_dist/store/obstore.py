@@ -24,6 +24,7 @@ from hsx_dist.store.base import (
     coalesce,
     cut,
     not_conditional,
+    require_at_most,
     require_missing,
 )
 from hsx_dist.store.faults import (
@@ -125,7 +126,7 @@ class ObstoreStore:
             return self._call(
                 "get",
                 name,
-                lambda obs, client: obs.get_range(client, path, start=0, end=most).to_bytes(),
+                lambda obs, client: self._first_bytes(name, obs.get(client, path, options={"range": (0, most)}), most),
                 nbytes=most if most > _PIECE else 0,
                 past_end=b"",  # an empty object
             )
@@ -238,6 +239,16 @@ class ObstoreStore:
                 }
                 client = self._clients[seconds, retries] = self._connection.make(options, retry)
             return client
+
+    def _first_bytes(self, name: str, answer: Any, most: int) -> bytes:
+        """Return an answer's body. Raises ``StoreError`` at the first byte too many: the body may be of any length."""
+        pieces: list[bytes] = []
+        size = 0
+        for piece in answer.stream(min_chunk_size=min(most, _PIECE)):
+            pieces.append(piece)
+            size += len(piece)
+            require_at_most(f"{self.url}/{name}", most, size)
+        return b"".join(pieces)
 
     def _seconds(self, nbytes: int | None) -> float:
         if nbytes is None:

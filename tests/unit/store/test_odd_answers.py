@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, ClassVar
 
 import pytest
@@ -109,6 +109,33 @@ def test_a_range_that_a_gateway_answers_with_a_page_is_asked_for_again(
     with served(PagedOnce) as url:
         assert call(open_store("s3://b/r", s3_options(url), backend="obstore", retry_seconds=5)) == b"abc"
     assert not pages
+
+
+class TooLong(Answers):
+    """Names the asked part, and sends 64 MiB."""
+
+    sent = 0
+
+    def do_GET(self) -> None:
+        self.send_response(206)
+        for name, value in (("Content-Range", "bytes 0-9/100"), ("Content-Length", str(64 << 20)), ("ETag", '"e"')):
+            self.send_header(name, value)
+        self.send_header("Last-Modified", "Wed, 01 Jan 2025 00:00:00 GMT")
+        self.end_headers()
+        with suppress(OSError):
+            for TooLong.sent in range(1, 65):
+                self.wfile.write(bytes(1 << 20))
+        self.close_connection = True
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+def test_a_body_is_read_to_the_first_byte_too_many(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> None:
+    monkeypatch.setattr(TooLong, "sent", 0)
+    with served(TooLong) as url:
+        store = open_store("s3://b/r", s3_options(url), backend=backend, retry_seconds=0)
+        with pytest.raises(StoreError, match=r"expected at most 10 bytes|expected the bytes \[0, 10\) as a part"):
+            store.get("a", 10)
+    assert TooLong.sent < 64
 
 
 _MISSING = b'<?xml version="1.0"?>\n<Error><Code>NoSuchKey</Code><Message>no</Message></Error>'
