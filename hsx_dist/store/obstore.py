@@ -89,6 +89,7 @@ class ObstoreStore:
         self._clients: dict[tuple[float, int], Any] = {}
         self._pool = ThreadPoolExecutor(_RANGES_AT_ONCE, thread_name_prefix="hsx-ranges")
         self._connection = self._connect()
+        self._require_client()
 
     @property
     def url(self) -> str:
@@ -225,6 +226,18 @@ class ObstoreStore:
         except Exception as e:  # noqa: BLE001 - each library that resolves credentials has its own errors
             raise translate(e, f"open {self._url}", self._bucket, self._redact) from shown_cause(e, self._redact)
 
+    def _require_client(self) -> None:
+        """Make the client of most calls. Raises ``NotTranslated`` for a setting that obstore refuses."""
+        if self._scheme == "file":
+            return  # obstore makes the folder
+        try:
+            self._client(self._seconds(0), self._connection.max_retries)
+        except BaseException as e:
+            if not is_error(e):
+                raise
+            why = translate(e, f"open {self._url}", self._bucket, self._redact)
+            raise NotTranslated(f"obstore refuses the settings: {why}") from shown_cause(e, self._redact)
+
     def _client(self, seconds: float, retries: int) -> Any:
         """Return the client for a time limit: obstore's time-outs belong to a client."""
         with self._lock:
@@ -300,8 +313,8 @@ class ObstoreStore:
         import obstore
 
         connection = self._connection
-        client = self._client(self._seconds(nbytes), connection.max_retries if retries is None else retries)
         try:
+            client = self._client(self._seconds(nbytes), connection.max_retries if retries is None else retries)
             return call(obstore, client)
         except HsxError:
             raise

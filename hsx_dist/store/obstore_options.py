@@ -55,6 +55,14 @@ def _files(folder: str, options: Mapping[str, Any]) -> Connection:
 
 _GCS_OPTIONS = frozenset(["token", "project", "access", "endpoint_url", "requests_timeout", "timeout"])
 
+_OBSTORE_ONLY_ENV = (
+    "GOOGLE_BASE_URL",
+    "GOOGLE_BEARER_TOKEN",
+    "GOOGLE_SERVICE_ACCOUNT",
+    "GOOGLE_SERVICE_ACCOUNT_KEY",
+    "GOOGLE_SERVICE_ACCOUNT_PATH",
+)
+
 
 class GcsfsCredentials:
     """An obstore credential provider that returns gcsfs's token, refreshed by gcsfs."""
@@ -77,7 +85,7 @@ def _gcs(bucket: str, options: Mapping[str, Any]) -> Connection:
     endpoint = options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")
     if endpoint:
         raise NotTranslated("GCS emulators have the JSON API, and obstore uses the XML API")
-    for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN", "GOOGLE_BASE_URL"):
+    for name in _OBSTORE_ONLY_ENV:
         if name in os.environ:
             raise NotTranslated(f"only obstore reads the environment variable {name}")
     try:
@@ -119,8 +127,12 @@ def _azure(bucket: str, options: Mapping[str, Any]) -> Connection:
     from obstore.store import AzureStore
 
     only(options, frozenset(name for name, _, _ in _AZURE), "storage_options")
-    if "AZURE_STORAGE_CONNECTION_STRING" in os.environ or "@" in bucket:
-        raise NotTranslated("only adlfs takes connection strings and container@account urls")
+    if "@" in bucket:
+        raise NotTranslated("only adlfs takes container@account urls")
+    # obstore reads some thirty variables, such as an endpoint and other credentials. adlfs reads others.
+    for name in sorted(os.environ):
+        if name.startswith(("AZURE_", "AZURITE_")) and name not in {env for _, env, _ in _AZURE}:
+            raise NotTranslated(f"obstore does not read the environment variable {name} as adlfs does")
     config = {theirs: options.get(name) or os.environ.get(env) for name, env, theirs in _AZURE}
     config = {name: value for name, value in config.items() if value}
     if "account_name" not in config:

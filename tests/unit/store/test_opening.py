@@ -6,13 +6,14 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fsspec.config import conf
 from pydantic import ValidationError
 
 from hsx_dist.config import InputConfig
-from hsx_dist.errors import ConfigError, Unavailable
+from hsx_dist.errors import ConfigError, StoreError, Unavailable
 from hsx_dist.inputs.listing import find_input
 from hsx_dist.reading import load_hidden_states, open_run
 from hsx_dist.store import open_store
@@ -20,6 +21,8 @@ from hsx_dist.store.faults import Redactor
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.opening import Backend
+from hsx_dist.store.retry import RetryStore
+from tests.harness.http_server import s3_options
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,63 @@ except ConfigError as e:
 def test_options_of_the_wrong_kind() -> None:
     with pytest.raises(ConfigError, match="refuses storage_options"):
         open_store("s3://bucket/x", {"config_kwargs": 3})
+
+
+@pytest.mark.parametrize(
+    ("more", "environment"),
+    [
+        ({"s3_additional_kwargs": {"ServerSideEncryption": "aws:fsx"}}, {}),
+        ({}, {"AWS_COPY_IF_NOT_EXISTS": "bad"}),
+        ({"client_kwargs": {"verify": "none.pem"}}, {}),
+        ({}, {"AWS_CA_BUNDLE": "none.pem"}),
+        ({}, {"AWS_CA_BUNDLE": "bad.pem"}),
+    ],
+)
+def test_a_setting_that_obstore_refuses_is_left_to_fsspec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], environment: dict[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("none.pem").write_text("no certificate\n")
+    Path("bad.pem").write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    options = {**s3_options("http://127.0.0.1:1"), **more}
+    with pytest.raises(ConfigError, match=r"store\.backend: .* obstore refuses the settings: .*\. Set fsspec or auto"):
+        open_store("s3://b/r", options, backend="obstore")
+    store = open_store("s3://b/r", options)
+    assert isinstance(store, RetryStore)
+    assert isinstance(store._inner, FsspecStore)
+
+
+def test_a_later_client_that_fails_is_a_store_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each limit of time has its own client."""
+    store = open_store("s3://b/r", s3_options("http://127.0.0.1:1"), backend="obstore", retry_seconds=0)
+    monkeypatch.setenv("AWS_COPY_IF_NOT_EXISTS", "bad")
+    with pytest.raises(StoreError, match="put s3://b/r/a: GenericError"):
+        store.put("a", [bytes(2 << 20)])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AZURE_STORAGE_USE_EMULATOR",
+        "AZURITE_BLOB_STORAGE_URL",
+        "AZURE_STORAGE_ENDPOINT",
+        "AZURE_STORAGE_ACCESS_KEY",
+        "AZURE_CLIENT_ID",
+        "AZURE_SKIP_SIGNATURE",
+        "AZURE_STORAGE_CONNECTION_STRING",
+    ],
+)
+def test_only_adlfs_serves_other_variables_of_azure(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """An endpoint from such a variable would get the rows."""
+    options = {"account_name": "a", "account_key": "a2V5"}
+    open_store("az://c/r", options, backend="obstore")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "b2V5")
+    open_store("az://c/r", options, backend="obstore")
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(ConfigError, match=rf"obstore does not read the environment variable {name} as adlfs does"):
+        open_store("az://c/r", options, backend="obstore")
 
 
 def test_files_need_no_fsspec(tmp_path: Path) -> None:
