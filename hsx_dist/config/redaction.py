@@ -139,7 +139,9 @@ def _masked(text: str) -> str:
         text = _WORD.sub(lambda found: _links(found[0]), text)
     if "@" in text:
         text = _ADDRESS.sub(lambda found: _address(found[0]), text)
-    return _WORD.sub(lambda found: _encoded(found[0]), text) if is_encoded(text) else text
+    if is_encoded(text):
+        text = _WORD.sub(lambda found: _encoded(found[0]), text.replace(HIDDEN, _MASK))
+    return text
 
 
 def _without(text: str, values: Iterable[tuple[int, int]]) -> str:
