@@ -18,13 +18,22 @@ def open_regular(path: str, flags: int) -> int:
     """
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "not a regular file", path)
     except BaseException:
         with suppress(OSError):
             os.close(fd)
         raise
     return fd
+
+
+def is_descriptor(path: Path) -> bool:
+    """Whether a path is a device in ``/dev`` or a descriptor of the process. Shells name one for ``<(COMMAND)``.
+
+    Bash names ``/dev/fd/N``, and zsh ``/proc/self/fd/N``.
+    """
+    return path.parent.resolve() in (Path("/dev"), Path("/dev/fd").resolve())
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -19,7 +18,7 @@ from hsx_dist.config.secrets import hide_secrets, secret_paths
 from hsx_dist.config.urls import public_url
 from hsx_dist.errors import ConfigError
 from hsx_dist.home import with_home
-from hsx_dist.regular_files import open_regular
+from hsx_dist.regular_files import is_descriptor, open_regular
 
 #: Name of a setting, such as ``store.storage_options.client_kwargs``. No URL, which may have a credential, matches.
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -67,12 +66,11 @@ def load_config(path: str | None, overrides: Sequence[str] = (), **direct: Any) 
 def read_yaml(path: str) -> dict[str, Any]:
     """Return the mapping in a local YAML file. Raises ConfigError if there is none.
 
-    A FIFO in another folder than ``/dev`` is refused. A shell gives ``/dev/fd/N`` for ``<(COMMAND)``.
+    A FIFO or a device is refused, except by a path of ``is_descriptor``.
     """
     found = with_home(path)
-    opener = None if found == Path("/dev/stdin") or found.parent == Path("/dev/fd") else open_regular
     try:
-        with open(found, encoding="utf-8", opener=opener) as file:
+        with open(found, encoding="utf-8", opener=None if is_descriptor(found) else open_regular) as file:
             text = file.read(_MAX_LENGTH + 1)
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) and e.strerror else type(e).__name__

@@ -243,7 +243,7 @@ def _check_chain(path: str, shown: str) -> None:
 
 
 def _check_regular(path: str) -> None:
-    if Path(path).exists() and not Path(path).is_file():
+    if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():
         raise ConfigError(f"input.path: expected a regular file, got a FIFO, socket or device: {path}. Remove it")
 
 

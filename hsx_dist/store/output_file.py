@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hsx_dist.errors import ConfigError, HsxError
-from hsx_dist.regular_files import open_regular
+from hsx_dist.regular_files import is_descriptor, open_regular
 from hsx_dist.store.faults import FULL
 from hsx_dist.store.folder_listing import UNFINISHED
 from hsx_dist.store.folders import SAFELY, opened
@@ -71,7 +71,7 @@ def _of_disk(error: Exception) -> OSError | None:
 
 @contextmanager
 def _output_file(path: Path) -> Iterator[BinaryIO]:
-    if path.parent.resolve() in (Path("/dev"), Path("/dev/fd").resolve()):
+    if is_descriptor(path):
         with path.open("wb") as f:
             yield f
         return

@@ -528,6 +528,11 @@ def test_a_fifo_or_a_device_is_no_zip_file(chain: str, kind: str, tmp_path: Path
         read(f"{chain}{path}")
 
 
+def test_the_error_of_a_folder_in_place_of_a_zip_file_does_not_say_to_remove_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="got Is a directory"):
+        read(f"zip://a.jsonl::{tmp_path}")
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("chain", ["", "file://", "zip://a.jsonl::"])
 def test_a_fifo_that_replaces_a_file_is_not_read(chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
