@@ -111,7 +111,8 @@ def _remove_empty(parent: int, name: str) -> None:
 def _private_mode(folder: int) -> int | None:
     """Return the mode of new files in the open ``folder``. None if another user may change names in the folder.
 
-    Some mounts give all files one owner and one mode. So the folder is compared with a private file in it.
+    Some mounts give all files one owner and one mode, and all folders another mode. A private file in the folder shows
+    both.
     """
     name = uuid4().hex
     with closed_after(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFELY, 0o666, dir_fd=folder)) as fd:
@@ -122,8 +123,9 @@ def _private_mode(folder: int) -> int | None:
             private, found = os.fstat(fd), os.fstat(folder)
         finally:
             os.unlink(name, dir_fd=folder)
-    others = found.st_mode & ~private.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return mode if found.st_uid == private.st_uid and not others else None
+    has_modes = stat.S_IMODE(private.st_mode) == 0o600
+    others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return mode if found.st_uid == private.st_uid and not (has_modes and others) else None
 
 
 def _path_of(fd: int) -> Path:

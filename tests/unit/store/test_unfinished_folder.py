@@ -57,18 +57,23 @@ def test_a_folder_that_a_neighbour_can_change_is_refused(
         pytest.fail("the folder was used")
 
 
-def test_a_mount_that_gives_all_files_one_mode_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("umask", [0, 0o022])
+def test_a_mount_that_gives_all_files_one_mode_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int
+) -> None:
+    """As a mount of gcsfuse with ``--dir-mode=777``, which gives files the mode 0644."""
     mkdir = os.mkdir
 
     def one_mode(name: str, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        mkdir(name, 0o777, dir_fd=dir_fd)
+        mkdir(name, dir_fd=dir_fd)
+        os.chmod(name, 0o777, dir_fd=dir_fd)
 
     def refused(*_: Any) -> None:
         raise PermissionError
 
     monkeypatch.setattr(module.os, "mkdir", one_mode)
     monkeypatch.setattr(module.os, "fchmod", refused)
-    before = os.umask(0)
+    before = os.umask(umask)
     try:
         with opened(tmp_path) as folder, unfinished_folder(folder, ".new-") as new:
             (new.path / "file").touch()
