@@ -33,7 +33,8 @@ def is_descriptor(path: Path) -> bool:
 
     Bash names ``/dev/fd/N``, and zsh ``/proc/self/fd/N``.
     """
-    return path.parent.resolve() in (Path("/dev"), Path("/dev/fd").resolve())
+    # Not by Path.resolve, which raises RuntimeError for a loop of links before Python 3.13.
+    return os.path.realpath(path.parent) in ("/dev", os.path.realpath("/dev/fd"))
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:

@@ -104,3 +104,9 @@ def test_a_shell_gives_a_configuration_by_a_pipe(folder: str) -> None:
     os.close(write)
     assert load_config(f"{folder}/{read}").model == "m"
     os.close(read)
+
+
+def test_a_loop_of_links_is_no_configuration(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="Too many levels"):
+        load_config(str(tmp_path / "loop" / "c.yaml"))
