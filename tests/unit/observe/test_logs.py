@@ -114,6 +114,9 @@ def test_this_packages_loggers_hide_an_argument_behind_a_secrets_name(arguments:
     assert "hunter2" not in line
     (line,) = lines_of("hsx_test_escaped", lambda log: log.warning("%s has %d rows of %s", "token_ids", 3, "text"))
     assert line == "token_ids has 3 rows of text"
+    place, error = "s3://team-secrets/auth", OSError("disk full")
+    (line,) = lines_of("hsx_test_escaped", lambda log: log.warning("%s: %s", place, error))
+    assert line == "s3://team-secrets/auth: disk full"
 
 
 def test_numbers_of_other_libraries_are_numbers_in_a_line():
