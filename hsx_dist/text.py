@@ -73,10 +73,10 @@ def redacted(text: str) -> str:
 def names_secret(name: object) -> bool:
     """Whether the value behind ``name``, a text or bytes, may be a secret (``names_a_secret``).
 
-    A path is no name: the error behind ``s3://team-secrets/run`` is shown. A value may follow ``/path?token=``.
+    Of a path only the last name counts: the error behind ``s3://team-secrets/run`` is shown.
     """
     name = name.decode(errors="replace") if isinstance(name, bytes) else name
-    return isinstance(name, str) and ("/" not in name or name.endswith("=")) and _redaction()[1](name)
+    return isinstance(name, str) and _redaction()[1](name.rpartition("/")[2])
 
 
 def hidden_text(_text: str) -> str:

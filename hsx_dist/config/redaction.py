@@ -220,7 +220,7 @@ def _encoded(word: str) -> str:
     form = plain_form(word)
     if form is None:
         return _MASK
-    shown = _masked(form)
+    shown = _masked(form).replace(HIDDEN, _MASK)
     # A decoded line break could begin a false line of a log.
     return word if shown == form else "".join(c if c.isprintable() or c == _MASK else " " for c in with_ports(shown))
 

@@ -139,6 +139,7 @@ def test_an_encoded_at_sign_in_a_path_is_no_credential(path: str) -> None:
         (f"to me\uff1a{SECRET}@host:80", "to me:(not shown)@host:80"),
         (f"see {encoded(ME, 9)} x", "see (not shown) x"),
         (f"GET /a%2Fb?n=1&sig={SECRET} failed", "GET /a%2Fb?n=1&sig=(not shown) failed"),
+        (f"by me%2Fx:{SECRET}@host failed", "by me%2Fx:(not shown)@host failed"),
     ],
 )
 def test_an_encoded_credential_in_a_text_is_hidden(text: str, shown: str) -> None:

@@ -105,7 +105,13 @@ def test_a_clients_text_is_escaped_in_every_kind_of_log_line():
 
 @pytest.mark.parametrize(
     "arguments",
-    [("password", "hunter2"), (b"password", b"hunter2"), ("Authorization", ["hunter2"]), ({"password": "hunter2"},)],
+    [
+        ("password", "hunter2"),
+        ("db/password", "hunter2"),
+        (b"password", b"hunter2"),
+        ("Authorization", ["hunter2"]),
+        ({"password": "hunter2"},),
+    ],
 )
 def test_this_packages_loggers_hide_an_argument_behind_a_secrets_name(arguments: tuple[object, ...]) -> None:
     template = "%(password)s and %(password)r" if len(arguments) == 1 else "%s has %s"
@@ -114,9 +120,9 @@ def test_this_packages_loggers_hide_an_argument_behind_a_secrets_name(arguments:
     assert "hunter2" not in line
     (line,) = lines_of("hsx_test_escaped", lambda log: log.warning("%s has %d rows of %s", "token_ids", 3, "text"))
     assert line == "token_ids has 3 rows of text"
-    place, error = "s3://team-secrets/auth", OSError("disk full")
+    place, error = "s3://team-secrets/run", OSError("disk full")
     (line,) = lines_of("hsx_test_escaped", lambda log: log.warning("%s: %s", place, error))
-    assert line == "s3://team-secrets/auth: disk full"
+    assert line == "s3://team-secrets/run: disk full"
 
 
 def test_numbers_of_other_libraries_are_numbers_in_a_line():
