@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import FormatError, NotFound, ObjectsMissing, RunError, RunStalled
+from hsx_dist.errors import FormatError, NotFound, ObjectsMissing, RunError, RunStalled, Unavailable
 from hsx_dist.format.json_objects import (
     MemberCheck,
     anything,
@@ -129,11 +129,21 @@ class Place:
         return _place(root, self.pointer, self.info)
 
     def removed(self) -> bool:
-        """Whether the run has been removed. Asks the store, and a second time if the description is missing."""
-        found = _read(self.root, self.pointer)
-        if found is None:
-            return is_missing(self.root, self.pointer)
-        return "removed" in found or _id(found) != self.id
+        """Whether the run has been removed. Asks the store, and also lists the description if it is missing.
+
+        Raises:
+            Unavailable: listings have the description, or its tombstone, and requests for it say that it is missing.
+        """
+        for _ in range(2):
+            found = _read(self.root, self.pointer)
+            if found is not None:
+                return "removed" in found or _id(found) != self.id
+            if is_missing(self.root, self.pointer):
+                return True
+        raise Unavailable(
+            f"{self.root.url}/{self.pointer}: expected the object that a listing names, got the answer that it is "
+            "missing. Check the store"
+        )
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hsx_dist.errors import FormatError, NotFound, RunError
+from hsx_dist.errors import FormatError, NotFound, RunError, Unavailable
 from hsx_dist.format.json_objects import dump_json
 from hsx_dist.format.place import RUN, Place, bury, close_place, find_place, leftovers, open_place, start_run
 from hsx_dist.format.runs import take_attempt
@@ -102,19 +102,35 @@ def test_after_a_removal_the_next_run_has_a_new_name_and_folder(root: LocalStore
     assert list(leftovers(root)) == [f"{first.folder}/"]
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_one_answer_that_there_is_no_description_is_no_removal(root: LocalStore, tmp_path: Path, kept: bool) -> None:
-    """A gateway's 404 with an empty body passes for the store's."""
+class Missed(LocalStore):
+    """Answers the first ``times`` requests for an object like a gateway's empty 404, which passes for the store's."""
 
-    class Missed(LocalStore):
-        def get(self, name: str, most: int | None = None) -> bytes:
-            raise NotFound(f"{name} {most}")
+    times = 1
 
+    def get(self, name: str, most: int | None = None) -> bytes:
+        self.times -= 1
+        if self.times >= 0:
+            raise NotFound(name)
+        return super().get(name, most)
+
+
+@pytest.mark.parametrize("state", ["kept", "buried", "deleted"])
+def test_one_answer_that_there_is_no_description_is_no_removal(root: LocalStore, tmp_path: Path, state: str) -> None:
     start_run(root, {})
     place = open_place(root).at(Missed(tmp_path / "run"))
-    if not kept:
+    if state == "buried":  # the listing alone would say that the run exists
+        bury(place)
+    elif state == "deleted":
         root.delete(RUN)
-    assert place.removed() is not kept
+    assert place.removed() is (state != "kept")
+
+
+def test_answers_that_contradict_the_listing_are_no_removal(root: LocalStore, tmp_path: Path) -> None:
+    start_run(root, {})
+    missed = Missed(tmp_path / "run")
+    missed.times = 2
+    with pytest.raises(Unavailable, match="expected the object that a listing names"):
+        open_place(root).at(missed).removed()
 
 
 def test_a_driver_refuses_to_start_in_a_folder_with_leftovers(root: LocalStore) -> None:
