@@ -128,9 +128,8 @@ class SampleColumn:
         if layers is None and first.layer_ids:
             layers = first.layer_ids  # segments may store layers in different orders
         within = self._within(start, stop)
-        # Each segment's ids are kept whole until all are joined.
         check_whole(_ID_BYTES * sum(self.segments[i].segment.num_tokens for i in within))
-        ids: list[np.ndarray[Any, Any]] = []
+        ids = np.empty(stop - start, np.int64)
         small: dict[str, np.ndarray[Any, Any]] = {}
         if len(within) > 1 and out is None:
             num_layers = first.num_layers if layers is None else len(layers)
@@ -149,8 +148,9 @@ class SampleColumn:
             )
             small |= attached
             self._check_ids(i, own)
-            ids.append(own[a - s.start : b - s.start])
-        return Loaded(states if out is None else out, np.concatenate(ids), small)
+            ids[a - start : b - start] = own[a - s.start : b - s.start]
+            del own  # maybe a view of one answer of the store, with all stored states of the segment
+        return Loaded(states if out is None else out, ids, small)
 
     def load_bytes(self, layers: Sequence[int] | None, start: int, stop: int) -> int:
         """Maximum bytes of memory that ``load`` takes in addition to the states. Reads only headers."""

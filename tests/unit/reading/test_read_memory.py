@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ from hsx_dist.reading.items import ItemSpec
 from hsx_dist.reading.kept_parts import KeptParts
 from hsx_dist.reading.sample import Sample, load_bytes
 from hsx_dist.serving.states_file import PIECE_BYTES, Range, StatesFile
+from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
-from tests.harness.runs import store_run
+from tests.harness.runs import RunWriter, store_run, write_v1_run
 from tests.harness.traced_memory import trace_memory
 
 #: Objects of Python, a codec's buffers, and messages.
@@ -80,6 +82,21 @@ def test_the_memory_of_a_read_is_counted(
         return sample.load(layers, tokens)
 
     assert taken(read) <= states + load_bytes(sample, layers, tokens, arrays=["loss_mask"]) + SLACK
+
+
+@pytest.mark.traced
+def test_one_segments_stored_states_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids of a segment are next to its states, in the same answer of the store."""
+    monkeypatch.setattr(
+        "hsx_dist.reading.run.MOST_IDS", 0
+    )  # of parts with few tokens, the ids are fetched with the header
+    store = LocalStore(tmp_path)
+    write_v1_run(store, {"meaning": {"layers": [1]}})
+    writer, made = RunWriter(store, NoneCodec()), random_sample("a", 8000, layer_ids=[1], hidden_size=256)
+    for segment in made.segments(*range(1000, 8000, 1000)):
+        writer.put([(made, segment, 0)])
+    sample = Run(store)["a"]
+    assert taken(sample.load) <= 8000 * 256 * 2 + load_bytes(sample, None, None) + SLACK
 
 
 @pytest.mark.traced

@@ -18,6 +18,7 @@ from hsx_dist.format.header import build_header
 from hsx_dist.format.segment_info import Attachment, SegmentInfo
 from hsx_dist.page import Segment
 from hsx_dist.reading import Run, load_hidden_states
+from hsx_dist.reading.column import SampleColumn
 from hsx_dist.reading.part_stream import BLOCK, PartStream
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import random_sample
@@ -102,10 +103,10 @@ def test_arrays_that_do_not_fit_the_memory_are_a_format_error(monkeypatch: pytes
     store_run(store, [random_sample("k", 9)])
     sample = Run(store).at(0)
 
-    def concatenate(*_: object) -> None:
+    def check_ids(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(np, "concatenate", concatenate)
+    monkeypatch.setattr(SampleColumn, "_check_ids", check_ids)
     for read in (sample.token_ids, sample.load, sample.load_carrier, sample.check):
         with pytest.raises(FormatError, match="expected data that fits this machine's memory"):
             read()
