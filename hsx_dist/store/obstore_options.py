@@ -121,6 +121,8 @@ _AZURE = (
     ("client_id", "AZURE_STORAGE_CLIENT_ID", "client_id"),
     ("client_secret", "AZURE_STORAGE_CLIENT_SECRET", "client_secret"),
 )
+#: Beginnings of the variables of Azure's command line tool. obstore reads none of them.
+_AZURE_TOOL = ("AZURE_CONFIG_DIR", "AZURE_CORE_", "AZURE_DEFAULTS_", "AZURE_EXTENSION_DIR", "AZURE_HTTP_USER_AGENT")
 
 
 def _azure(bucket: str, options: Mapping[str, Any]) -> Connection:
@@ -130,8 +132,9 @@ def _azure(bucket: str, options: Mapping[str, Any]) -> Connection:
     if "@" in bucket:
         raise NotTranslated("only adlfs takes container@account urls")
     # obstore reads some thirty variables, such as an endpoint and other credentials. adlfs reads others.
-    for name in sorted(os.environ):
-        if name.startswith(("AZURE_", "AZURITE_")) and name not in {env for _, env, _ in _AZURE}:
+    known = {env for _, env, _ in _AZURE}
+    for name in sorted(os.environ.keys() - known):
+        if name.startswith(("AZURE_", "AZURITE_")) and not name.startswith(_AZURE_TOOL):
             raise NotTranslated(f"obstore does not read the environment variable {name} as adlfs does")
     config = {theirs: options.get(name) or os.environ.get(env) for name, env, theirs in _AZURE}
     config = {name: value for name, value in config.items() if value}

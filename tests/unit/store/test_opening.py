@@ -133,6 +133,8 @@ def test_only_adlfs_serves_other_variables_of_azure(monkeypatch: pytest.MonkeyPa
     options = {"account_name": "a", "account_key": "a2V5"}
     open_store("az://c/r", options, backend="obstore")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "b2V5")
+    monkeypatch.setenv("AZURE_CONFIG_DIR", "/home/a/.azure")  # of the command line tool
+    monkeypatch.setenv("AZURE_HTTP_USER_AGENT", "GITHUBACTIONS")
     open_store("az://c/r", options, backend="obstore")
     monkeypatch.setenv(name, "true")
     with pytest.raises(ConfigError, match=rf"obstore does not read the environment variable {name} as adlfs does"):
