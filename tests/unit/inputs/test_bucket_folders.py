@@ -209,7 +209,7 @@ def test_each_folder_is_listed_once_and_the_service_is_checked_once(url: str, mo
             "expected a page .* got none",
         ),
         ("in/", {"2": listing([], f"<IsTruncated>true</IsTruncated>{TOKEN}")}, "the token of an earlier page"),
-        ("in/", {"2": listing(map(entry, ["in/", "in/0.jsonl"]))}, "expected each name once"),
+        ("in/", {"2": listing(map(entry, ["in/_SUCCESS", "in/0.jsonl"]))}, "expected each name once"),
         ("in/a/", {"0": listing([entry("other/0.jsonl")])}, "expected names that begin with"),
         ("in/a/", {"0": listing(["<Contents><Key>in/a/0.jsonl</Key></Contents>"])}, "size"),
         ("in/a/", {"0": listing(["<CommonPrefixes></CommonPrefixes>"])}, "name of each object"),

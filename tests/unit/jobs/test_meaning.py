@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from hsx_dist.jobs.attempt import open_or_start_run
 from hsx_dist.jobs.extract import engine_spec, extract
 from hsx_dist.jobs.meaning import differences, run_meaning
 from hsx_dist.jobs.preflight import check_engine_arguments, engine_argument_names, examine_model, pin_revision
+from hsx_dist.models import weights
 from hsx_dist.models.tiny import tiny_llama
 from hsx_dist.models.weights import folder_weights
 from hsx_dist.testing.stores import MemoryStore
@@ -443,7 +445,7 @@ def test_the_hash_of_a_folder_is_of_configuration_code_and_weights(
     assert folder_weights("org/name") is None
     (tmp_path / "optimizer.pt").mkdir()
     assert folder_weights(str(tmp_path)) == seen[-1]
-    monkeypatch.setattr(Path, "open", lambda *_, **__: open("/nowhere", "rb"))  # noqa: PTH123, SIM115
+    monkeypatch.setattr(weights, "open_regular", lambda *_: os.open("/nowhere", os.O_RDONLY))
     with pytest.raises(ConfigError, match="expected a readable file of the model"):
         folder_weights(str(tmp_path))
 
