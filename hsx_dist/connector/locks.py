@@ -100,18 +100,21 @@ class ObjectLocks:
 
     def _run(self) -> None:
         busy: list[tuple[str, str]] = []  # other processes hold these locks; they are tried again after all others
+        retry = time.monotonic() + RETRY_S  # when the lacking locks are tried again, also if requests never pause
         while True:
+            wait = PAUSE_S if busy else max(0.0, retry - time.monotonic()) if self._lacking() else None
             try:
-                asked = self._asked.get(timeout=PAUSE_S if busy else RETRY_S if self._lacking() else None)
+                asked = self._asked.get(timeout=wait)
             except queue.Empty:
                 busy = [asked for asked in busy if not self._settle(*asked)]
-                if not busy:
-                    self._take_lacking()
-                continue
-            if asked is None:
-                break
-            if not self._settle(*asked):
-                busy.append(asked)
+            else:
+                if asked is None:
+                    break
+                if not self._settle(*asked):
+                    busy.append(asked)
+            if not busy and time.monotonic() >= retry:
+                self._take_lacking()
+                retry = time.monotonic() + RETRY_S
         for _ in (None, *busy):
             self._asked.task_done()
 

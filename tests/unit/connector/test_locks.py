@@ -408,6 +408,26 @@ def test_a_lock_that_another_process_holds_delays_no_other_lock_and_is_taken_whe
     assert is_held(tmp_path / "b.lock")
 
 
+def test_a_lock_that_opens_is_taken_while_other_requests_never_pause(tmp_path):
+    path = tmp_path / "row.lock"
+    path.touch()
+    locks = ObjectLocks(tmp_path)
+    with path.open("r+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        locks.ask("row", "r")
+        locks.wait()
+        for i in range(20_000):  # requests for far longer than the time between two tries, without a pause as long
+            if i == 100:
+                fcntl.flock(other, fcntl.LOCK_UN)
+            locks.ask(f"{i}", f"{i}")
+            locks.wait()
+            locks.release(f"{i}", stored=False)
+            if locks._held["row"].held:
+                break
+        assert i > 100
+        assert locks._held["row"].held
+
+
 def test_the_end_waits_for_no_lock_of_another_process(tmp_path, monkeypatch):
     monkeypatch.setattr("hsx_dist.connector.locks.BRIEF_S", 600.0)
     with another_process_that_holds(tmp_path / "a.lock"):
