@@ -30,7 +30,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # hsx_dist of this checkout, which may not be installed
 
-from hsx_dist.connector.gather import Order, gather, gather_rows, page_shape  # noqa: E402
+from hsx_dist.connector.gather import Order, block_runs, page_shape, row_runs  # noqa: E402
 
 #: The connector's default page, and the limit for one layer in a page (``connector/worker.py``).
 PAGE_BYTES = 8 << 20
@@ -124,7 +124,7 @@ class Bench:
         first, out = self.fresh()
         ids, order = self.ids(first), self.case.order
         page = out.view(page_shape(self.cache, self.case.page_blocks, order))
-        return lambda: self.synchronised(lambda: gather(self.cache, ids, page, order))
+        return lambda: self.synchronised(lambda: block_runs(self.cache, ids, order).copy_to(page))
 
     def rows(self) -> Callable[[], None]:
         """Gather the same rows one by one into a layer-major page: the cost of a request for some of its tokens."""
@@ -134,7 +134,7 @@ class Bench:
         )
         page = out.view(page_shape(self.cache, self.case.page_blocks, "LTH"))
         layers = range(self.case.layers)
-        return lambda: self.synchronised(lambda: gather_rows(self.cache, slots, layers, page))
+        return lambda: self.synchronised(lambda: row_runs(self.cache, slots, layers).copy_to(page))
 
     def transpose(self) -> Callable[[], None]:
         """Transpose a token-major page to layer-major on the host: a later cost, in the writer."""
@@ -227,7 +227,7 @@ def table(report: dict[str, Any]) -> str:
         "",
         "- `gather`: whole blocks into a page in the cache's own order. This is the cost within an engine's step. "
         f"Goal: {GOALS['LTH']} layer-major, {GOALS['TLH']} token-major.",
-        "- `rows`: the same tokens one by one, into a layer-major page (`gather_rows`, every layer).",
+        "- `rows`: the same tokens one by one, into a layer-major page (`row_runs`, every layer).",
         "- `transpose`: a token-major page transposed to layer-major. This is a later cost, in the writer.",
         "",
         "| hidden | layers | block | cache | block ids | page | memcpy | gather | rows | transpose |",

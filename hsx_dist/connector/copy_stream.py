@@ -160,14 +160,17 @@ class _Copied:
         self._device = device
         self._event = event
         self._error = error
+        self._ended = False
 
     def query(self) -> bool:
         return self._event.query()
 
     def synchronize(self) -> None:
-        # Any thread may wait. On a thread without a device CUDA would make a context on GPU 0, for each rank.
-        self._device.attach()
-        self._event.synchronize()
+        if not self._ended:  # pages that are copied at once share this event, and each waits for it
+            # Any thread may wait. On a thread without a device CUDA would make a context on GPU 0, for each rank.
+            self._device.attach()
+            self._event.synchronize()
+            self._ended = True
         if self._error is not None:
             raise self._error
 

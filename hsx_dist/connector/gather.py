@@ -1,14 +1,16 @@
 """Gather cache blocks into one contiguous page. Needs torch but no vLLM, so it can be measured without an engine.
 
-The cache view is ``[blocks, layers, block_size, hidden]`` in any memory order; the strides show the order. A gather is
-one ``index_select(out=)`` into a reused buffer. It reads an overlapping view of the cache with a row for each possible
-start of a contiguous run. ``benchmarks/gather.py`` compares it with memcpy.
+The cache view is ``[blocks, layers, block_size, hidden]`` in any memory order; the strides show the order. ``Runs`` are
+the places of a request's contiguous runs, computed once. A gather is then one ``index_select`` for a page, or on a
+device for several. It reads an overlapping view of the cache with a row for each possible start of a run.
+``benchmarks/gather.py`` compares it with memcpy, ``benchmarks/gpu/copies.py`` with a device's copies.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -47,30 +49,69 @@ def page_shape(cache: torch.Tensor, num_blocks: int, order: Order) -> tuple[int,
     return (layers, rows, hidden) if order == "LTH" else (rows, layers, hidden)
 
 
-def gather(cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor, order: Order) -> None:
-    """Copy whole blocks into ``out`` (of ``page_shape``, contiguous, same dtype).
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Contiguous runs of a cache, in units: blocks, or tokens if only some tokens or layers are copied.
+
+    ``view``: ``[starts, length]``, an overlapping view of the cache with a row for each possible start of a run.
+    ``units``: int64 ``[n, runs]`` on the cache's device, rows of ``view`` for each unit. ``outer``: int64
+    ``[1, layers, 1, 1]``, to be added for each layer; None: the units hold all layers.
+    """
+
+    view: torch.Tensor
+    units: torch.Tensor
+    outer: torch.Tensor | None
+
+    @classmethod
+    def of(cls, cache: torch.Tensor, length: int, step: int, units: torch.Tensor, outer: torch.Tensor) -> Runs:
+        """``length``: elements of a run. ``step``: elements that ``units`` and ``outer`` (``[layers]``) count."""
+        span = sum((n - 1) * s for n, s in zip(cache.shape, cache.stride(), strict=True)) + 1
+        view = cache.as_strided(((span - length) // step + 1, length), (step, 1))
+        if len(outer) == 1:
+            return cls(view, units + outer, None)
+        return cls(view, units, outer[None, :, None, None])
+
+    def copy_to(self, *outs: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
+        """Copy units ``[start, stop)`` into ``outs``: contiguous tensors of the cache's dtype, with equal shares.
+
+        For a CUDA cache the work is queued on the current stream. ``outs`` may then be pinned host memory, for which
+        staging memory of their size is allocated on the device.
+        """
+        if outs[0].numel() == 0:
+            return
+        units = self.units[start:stop]
+        index = units.view(len(outs), 1, -1, units.shape[1])
+        if self.outer is not None:
+            index = index + self.outer
+        index = index.reshape(len(outs), -1)
+        if outs[0].device == self.view.device:
+            for out, one in zip(outs, index, strict=True):
+                torch.index_select(self.view, 0, one, out=out.view(-1, self.view.shape[1]))
+            return
+        staged = torch.index_select(self.view, 0, index.view(-1)).view(len(outs), -1)
+        for out, one in zip(outs, staged.unbind(), strict=True):
+            out.view(-1).copy_(one, non_blocking=True)
+
+
+def block_runs(cache: torch.Tensor, block_ids: torch.Tensor, order: Order) -> Runs:
+    """Return the runs of whole blocks, which fill outputs of ``page_shape``. Units are blocks.
 
     Rows after the last token are copied too, with undefined values. ``block_ids``: int64 ``[n]`` on the cache's device.
-    For a CUDA cache the work is queued on the current stream. ``out`` may then be pinned host memory, for which a
-    staging tensor of the page's size is allocated on the device.
     """
-    runs, step, scale, outer, inner = _block_runs(
+    length, step, scale, outer, inner = _runs_of_a_block(
         cache.shape, cache.stride(), order, cache.device, _stream_id(cache.device)
     )
-    index = outer[:, None, None] + block_ids[None, :, None] * scale + inner
-    _select(cache, runs, step, index, out)
+    return Runs.of(cache, length, step, block_ids[:, None] * scale + inner, outer)
 
 
-def gather_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int], out: torch.Tensor) -> None:
-    """Copy the rows of any tokens and of some layers into ``out``.
+def row_runs(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int]) -> Runs:
+    """Return the runs of any tokens of some layers, for outputs ``[len(layers), tokens, hidden]``. Units are tokens.
 
     Args:
         cache: ``[blocks, layers, block_size, hidden]``, in either order.
         slots: int64 ``[n]`` on the cache's device: ``block_id * block_size + position in the block``, in any order,
             also repeated. The caller must check them: a check here would synchronise the device.
         layers: positions on the cache's layer axis (not layer ids), in the order of the output.
-        out: ``[len(layers), n, hidden]``, contiguous, of the cache's dtype; on the cache's device, or pinned host
-            memory as with ``gather``.
 
     Raises:
         ValueError: the last axis is not contiguous, or there is no such layer.
@@ -87,35 +128,24 @@ def gather_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int],
     step = math.gcd(s_block, s_layer, s_token) or 1
     start = (slots // block) * (s_block // step) + (slots % block) * (s_token // step)
     steps = _layer_steps(tuple(layers), s_layer // step, cache.device, _stream_id(cache.device))
-    _select(cache, hidden, step, steps[:, None] + start, out)
+    return Runs.of(cache, hidden, step, start[:, None], steps)
 
 
 def mean_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
     """Return the mean of the rows of some tokens, float32 ``[len(layers), 1, hidden]`` on the cache's device.
 
-    Arguments as for ``gather_rows``. ``MEAN_ROWS`` rows at a time are summed in float32, and these sums in float64. So
+    Arguments as for ``row_runs``. ``MEAN_ROWS`` rows at a time are summed in float32, and these sums in float64. So
     the mean of a long request is as exact as that of a short one. Allocates ``MEAN_ROWS`` rows of the layers.
     """
     hidden = cache.shape[3]
+    runs = row_runs(cache, slots, layers)
     total = torch.zeros(len(layers), hidden, dtype=torch.float64, device=cache.device)
     for start in range(0, len(slots), MEAN_ROWS):
-        some = slots[start : start + MEAN_ROWS]
-        rows = torch.empty(len(layers), len(some), hidden, dtype=cache.dtype, device=cache.device)
-        gather_rows(cache, some, layers, rows)
+        stop = min(start + MEAN_ROWS, len(slots))
+        rows = torch.empty(len(layers), stop - start, hidden, dtype=cache.dtype, device=cache.device)
+        runs.copy_to(rows, start=start, stop=stop)
         total += rows.sum(dim=1, dtype=torch.float32)
     return (total / len(slots)).float()[:, None]
-
-
-def _select(cache: torch.Tensor, length: int, step: int, index: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy into ``out``, for each ``index``, the ``length`` elements from ``index * step`` of the cache."""
-    if index.numel() == 0:
-        return
-    span = sum((n - 1) * s for n, s in zip(cache.shape, cache.stride(), strict=True)) + 1
-    runs = cache.as_strided(((span - length) // step + 1, length), (step, 1))
-    target = out if out.device == cache.device else torch.empty_like(out, device=cache.device)
-    torch.index_select(runs, 0, index.reshape(-1), out=target.view(-1, length))
-    if target is not out:
-        out.copy_(target, non_blocking=True)
 
 
 def _stream_id(device: torch.device) -> int:
@@ -128,7 +158,7 @@ def _stream_id(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=64)
-def _block_runs(
+def _runs_of_a_block(
     shape: tuple[int, ...], strides: tuple[int, ...], order: Order, device: torch.device, _stream: int
 ) -> tuple[int, int, int, torch.Tensor, torch.Tensor]:
     """Return how to read a block: (run, step, steps per block, outer offsets, inner offsets).

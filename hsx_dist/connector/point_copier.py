@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hsx_dist.connector.columns import CapturedPoint
 from hsx_dist.connector.copy_stream import CopyEvent
-from hsx_dist.connector.gather import Order, cache_order, gather, gather_rows, mean_rows, page_shape, to_device
+from hsx_dist.connector.gather import Order, Runs, block_runs, cache_order, mean_rows, page_shape, row_runs, to_device
 from hsx_dist.connector.step import Save
 from hsx_dist.errors import ConfigError
 from hsx_dist.page import HIDDEN_STATES, Page, Segment
 
 #: Limit of the input bytes of one compressed frame (one layer of one page).
 FRAME_BYTES = 1 << 20
+#: Limit of the pages that a device gathers at once, which is its staging memory.
+STAGING_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +66,13 @@ class ColumnCopy:
     places: torch.Tensor
     rows: bool
     layers: tuple[int, ...]  # entries of the cache's layer axis
+    layer_ids: tuple[int, ...]
     dtype: torch.dtype
     sample_hash: str
     source: str
     next: int = 0
+    segment: Segment | None = None  # the last page's
+    runs: Runs | None = None  # of ``places``, on the cache's device
     event: CopyEvent | None = None
 
     @property
@@ -122,6 +128,7 @@ class PointCopier:
             ConfigError: the ring cannot hold a page of this column.
         """
         chosen = save.columns[number].layers
+        layers = chosen or tuple(range(len(self.point.layers)))
         places = torch.from_numpy(save.block_ids)
         rows = save.positions is not None or chosen is not None or save.mean_of > 0
         if rows:
@@ -137,7 +144,8 @@ class PointCopier:
             number,
             places,
             rows,
-            chosen or tuple(range(len(self.point.layers))),
+            layers,
+            tuple(self.point.layers[i] for i in layers),
             torch.float32 if save.mean_of else self._cache.dtype,
             sample_hash,
             source,
@@ -161,21 +169,30 @@ class PointCopier:
         """Return the bytes of the page of tokens ``[start, stop)``."""
         return math.prod(self._shape(copy, start, stop)) * copy.dtype.itemsize
 
-    def next_page(self, copy: ColumnCopy) -> Page:
-        """Return the page of the first tokens that are not copied yet, without an offset in the ring."""
-        save = copy.save
-        total, start = len(save.token_ids), copy.next
-        index = start // self.plan.segment_tokens
-        segment_start = index * self.plan.segment_tokens
-        segment_stop = min(segment_start + self.plan.segment_tokens, total)
-        stop = min(start + self.plan.page_tokens, segment_stop)
+    def _next(self, copy: ColumnCopy) -> tuple[int, int]:
+        """Return the tokens ``[start, stop)`` of the next page."""
+        start = copy.next
+        segment_stop = (start // self.plan.segment_tokens + 1) * self.plan.segment_tokens
+        return start, min(start + self.plan.page_tokens, segment_stop, len(copy.save.token_ids))
+
+    def next_nbytes(self, copy: ColumnCopy) -> int:
+        """Return the bytes of the page of the first tokens that are not copied yet."""
+        return self.nbytes(copy, *self._next(copy))
+
+    def next_segment(self, copy: ColumnCopy) -> Segment:
+        """Return the segment of the first tokens that are not copied yet."""
+        index = copy.next // self.plan.segment_tokens
+        if copy.segment is not None and copy.segment.index == index:
+            return copy.segment
+        save, total = copy.save, len(copy.save.token_ids)
+        start = index * self.plan.segment_tokens
         column = save.columns[copy.number]
         about = copy.number == 0  # only column 0 carries the sample's meta, metadata and attached arrays
-        segment = Segment(
+        copy.segment = Segment(
             key=save.key,
             index=index,
-            start=segment_start,
-            stop=segment_stop,
+            start=start,
+            stop=min(start + self.plan.segment_tokens, total),
             total=total,
             row=save.row,
             content=save.content,
@@ -192,32 +209,49 @@ class PointCopier:
             shards=column.shards,
             head=self.point.head,
         )
-        return Page(
-            segment=segment,
+        return copy.segment
+
+    def next_page(self, copy: ColumnCopy, offset: int) -> Page:
+        """Return the page of the first tokens that are not copied yet, at ``offset`` in the ring. They now count as
+        copied."""
+        start, stop = self._next(copy)
+        page = Page(
+            segment=self.next_segment(copy),
             start=start,
             stop=stop,
             chunk_tokens=self.plan.page_tokens,
-            layer_ids=tuple(self.point.layers[i] for i in copy.layers),
+            layer_ids=copy.layer_ids,
             dtype=str(copy.dtype).removeprefix("torch."),
             shape=self._shape(copy, start, stop),
             order="LTH" if copy.rows else self._order,
-            token_ids=save.token_ids[start:stop],
+            token_ids=copy.save.token_ids[start:stop],
+            offset=offset,
         )
+        copy.next = stop
+        return page
 
-    def copy(self, copy: ColumnCopy, page: Page) -> None:
-        """Copy a page into the ring, concurrently with steps.
+    def joins(self, page: Page, pages: Sequence[Page]) -> bool:
+        """Whether ``page``, which follows ``pages`` of the same column, is copied with them."""
+        staged = (len(pages) + 1) * page.nbytes
+        return self._cache.device.type == "cuda" and page.shape == pages[0].shape and staged <= STAGING_BYTES
+
+    def copy(self, copy: ColumnCopy, pages: Sequence[Page]) -> None:
+        """Copy successive pages of one shape into the ring, concurrently with steps.
 
         For a cache on a device the steps' thread calls this and queues the copy; for a host cache another thread does.
         """
-        places = copy.places
-        if not copy.save.mean_of:
-            grain = 1 if copy.rows else self._block_size
-            places = places[page.start // grain : -(-page.stop // grain)]
-        places = to_device(places, self._cache.device)
-        out = self._memory[page.offset : page.offset + page.nbytes].view(copy.dtype).view(page.shape)
+        outs = [self._memory[page.offset : page.offset + page.nbytes].view(copy.dtype) for page in pages]
         if copy.save.mean_of:
-            out.copy_(mean_rows(self._cache, places, copy.layers), non_blocking=True)
-        elif copy.rows:
-            gather_rows(self._cache, places, copy.layers, out)
-        else:
-            gather(self._cache, places, out, page.order)
+            (out,) = outs  # a mean is one row, so one page
+            places = to_device(copy.places, self._cache.device)
+            out.copy_(mean_rows(self._cache, places, copy.layers).view(-1), non_blocking=True)
+            return
+        if copy.runs is None:  # once for a column: on a GPU the host's work for a page takes longer than its copy
+            places = to_device(copy.places, self._cache.device)
+            copy.runs = (
+                row_runs(self._cache, places, copy.layers)
+                if copy.rows
+                else block_runs(self._cache, places, self._order)
+            )
+        grain = 1 if copy.rows else self._block_size
+        copy.runs.copy_to(*outs, start=pages[0].start // grain, stop=-(-pages[-1].stop // grain))

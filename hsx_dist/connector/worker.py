@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 from uuid import uuid4
@@ -193,32 +193,35 @@ class WorkerHalf:
     def _pump(self) -> None:
         """Copy as many pages as the ring can hold. Other pages' blocks stay held, and vLLM's scheduler waits for
         them."""
-        pages: list[tuple[ColumnCopy, Page]] = []
+        groups: list[tuple[ColumnCopy, list[Page]]] = []  # each group is copied at once
         whole: list[ColumnCopy] = []
         while self._waiting:
             copy = self._waiting[0]
+            pages: list[Page] = []
             while not copy.ended and (page := self._place(copy)) is not None:
-                pages.append((copy, page))
+                if pages and copy.copier.joins(page, pages):
+                    pages.append(page)
+                else:
+                    pages = [page]
+                    groups.append((copy, pages))
             if not copy.ended:
                 break
             whole.append(self._waiting.popleft())
-        if pages:
-            events = self._copy_stream.start([partial(copy.copier.copy, copy, page) for copy, page in pages])
-            for (copy, _), event in zip(pages, events, strict=True):
+        if groups:
+            events = self._copy_stream.start([partial(copy.copier.copy, copy, pages) for copy, pages in groups])
+            for (copy, _), event in zip(groups, events, strict=True):
                 copy.event = event
-            self._outlet.submit(*[(page, event.synchronize) for (_, page), event in zip(pages, events, strict=True)])
+            started = zip(groups, events, strict=True)
+            self._outlet.submit(*[(page, event.synchronize) for (_, pages), event in started for page in pages])
         self._copied += whole  # only after the start: a column without an event would count as copied
 
     def _place(self, copy: ColumnCopy) -> Page | None:
         """Return the next page with its offset in the ring; None if the ring is full."""
-        page = copy.copier.next_page(copy)
-        if page.start == 0 and not self._outlet.admit(page.segment):
+        copier = copy.copier
+        if copy.next == 0 and not self._outlet.admit(copier.next_segment(copy)):
             return None
-        offset = self._outlet.ring.allocate(page.nbytes)
-        if offset is None:
-            return None
-        copy.next = page.stop
-        return replace(page, offset=offset)
+        offset = self._outlet.ring.allocate(copier.next_nbytes(copy))
+        return None if offset is None else copier.next_page(copy, offset)
 
 
 def pin(memory: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hsx_dist.connector.gather import cache_order, gather, gather_rows, mean_rows, page_shape, to_device
+from hsx_dist.connector.gather import block_runs, cache_order, mean_rows, page_shape, row_runs, to_device
 from hsx_dist.connector.worker import pin, unpin
 from tests.unit.device.request_runs import Run, requests
 
@@ -80,8 +80,8 @@ def test_gathers_are_those_of_the_host(cuda, token_major, dtype):
     assert cache.stride() == host.stride()
     blocks, slots = torch.randperm(50)[:20], torch.randperm(800)[:300]
     for copy, shape in (
-        (lambda c, out: gather(c, to_device(blocks, c.device), out, order), page_shape(host, 20, order)),
-        (lambda c, out: gather_rows(c, to_device(slots, c.device), [3, 1], out), (2, 300, 2048)),
+        (lambda c, out: block_runs(c, to_device(blocks, c.device), order).copy_to(out), page_shape(host, 20, order)),
+        (lambda c, out: row_runs(c, to_device(slots, c.device), [3, 1]).copy_to(out), (2, 300, 2048)),
     ):
         found, expected = torch.empty(shape, dtype=dtype).pin_memory(), torch.empty(shape, dtype=dtype)
         copy(cache, found)

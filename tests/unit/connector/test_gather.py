@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsx_dist.connector.gather import cache_order, gather, gather_rows, page_shape
+from hsx_dist.connector.gather import block_runs, cache_order, page_shape, row_runs
 
 BLOCKS, LAYERS, BLOCK, HIDDEN = 11, 3, 4, 8
 
@@ -29,7 +29,7 @@ def test_gathers_the_rows_of_each_block_in_order(order, dtype, pad):
     assert cache_order(cache) == order
     ids = torch.tensor([7, 0, 10, 3])
     out = torch.empty(page_shape(cache, 4, order), dtype=dtype)
-    gather(cache, ids, out, order)
+    block_runs(cache, ids, order).copy_to(out)
     expected = cache[ids].permute(1, 0, 2, 3).reshape(LAYERS, 4 * BLOCK, HIDDEN)
     assert torch.equal(out if order == "LTH" else out.permute(1, 0, 2), expected)
 
@@ -39,7 +39,7 @@ def test_one_layer_and_one_token_a_block_are_read_either_way():
         cache = torch.randn(shape)
         order = cache_order(cache)
         out = torch.empty(page_shape(cache, 2, order))
-        gather(cache, torch.tensor([4, 1]), out, order)
+        block_runs(cache, torch.tensor([4, 1]), order).copy_to(out)
         got = out if order == "LTH" else out.permute(1, 0, 2)
         assert torch.equal(got, cache[[4, 1]].permute(1, 0, 2, 3).reshape(shape[1], -1, 8))
 
@@ -83,7 +83,7 @@ def test_any_blocks_of_any_layout_equal_plain_indexing(cache, data):
     ids = torch.tensor(data.draw(st.lists(st.integers(0, cache.shape[0] - 1), max_size=12)), dtype=torch.int64)
     order = cache_order(cache)
     out = torch.full(page_shape(cache, len(ids), order), -1, dtype=cache.dtype)
-    gather(cache, ids, out, order)
+    block_runs(cache, ids, order).copy_to(out)
     expected = cache[ids].permute(1, 0, 2, 3).reshape(cache.shape[1], -1, cache.shape[3])
     assert torch.equal(out if order == "LTH" else out.permute(1, 0, 2), expected)
 
@@ -95,8 +95,27 @@ def test_any_rows_of_any_layers_equal_plain_indexing(cache, data):
     slots = torch.tensor(data.draw(st.lists(st.integers(0, blocks * block - 1), max_size=20)), dtype=torch.int64)
     wanted = data.draw(st.lists(st.integers(0, layers - 1), max_size=7))
     out = torch.full((len(wanted), len(slots), hidden), -1, dtype=cache.dtype)
-    gather_rows(cache, slots, wanted, out)
+    row_runs(cache, slots, wanted).copy_to(out)
     assert torch.equal(out, rows_of(cache)[wanted][:, slots])
+
+
+@settings(deadline=None, max_examples=75)
+@given(caches(), st.data())
+def test_pages_that_are_gathered_at_once_equal_single_pages(cache, data):
+    per, pages, before = (data.draw(st.integers(1, 3)) for _ in range(3))
+    units = st.integers(0, cache.shape[0] - 1)
+    ids = torch.tensor(data.draw(st.lists(units, min_size=before + per * pages, max_size=20)), dtype=torch.int64)
+    order = cache_order(cache)
+    if data.draw(st.booleans()):
+        runs, shape = block_runs(cache, ids, order), page_shape(cache, per, order)
+    else:
+        runs, shape = row_runs(cache, ids, [0, cache.shape[1] - 1]), (2, per, cache.shape[3])
+    outs = [torch.full(shape, -1, dtype=cache.dtype) for _ in range(pages)]
+    runs.copy_to(*outs, start=before, stop=before + per * pages)
+    for i, out in enumerate(outs):
+        alone = torch.full(shape, -2, dtype=cache.dtype)
+        runs.copy_to(alone, start=before + i * per, stop=before + (i + 1) * per)
+        assert torch.equal(out, alone)
 
 
 @pytest.mark.parametrize("order", ["LTH", "TLH"])
@@ -106,7 +125,7 @@ def test_rows_of_every_slot_and_every_single_layer(order, dtype):
     for slot in range(BLOCKS * BLOCK):
         for layer in range(LAYERS):
             out = torch.empty((1, 1, HIDDEN), dtype=dtype)
-            gather_rows(cache, torch.tensor([slot]), [layer], out)
+            row_runs(cache, torch.tensor([slot]), [layer]).copy_to(out)
             assert torch.equal(out[0, 0], cache[slot // BLOCK, layer, slot % BLOCK])
 
 
@@ -114,9 +133,9 @@ def test_a_layer_that_is_not_there_and_rows_with_gaps_are_refused():
     cache = cache_view("LTH", torch.float32)
     for layer in (-1, LAYERS):
         with pytest.raises(ValueError, match="layer positions"):
-            gather_rows(cache, torch.tensor([0]), [0, layer], torch.empty(2, 1, HIDDEN))
+            row_runs(cache, torch.tensor([0]), [0, layer])
     with pytest.raises(ValueError, match="contiguous"):
-        gather_rows(cache.transpose(2, 3), torch.tensor([0]), [0], torch.empty(1, 1, BLOCK))
+        row_runs(cache.transpose(2, 3), torch.tensor([0]), [0])
 
 
 def test_the_caches_own_memory_is_not_touched_and_no_row_beyond_it_is_read():
@@ -125,9 +144,9 @@ def test_the_caches_own_memory_is_not_touched_and_no_row_beyond_it_is_read():
         cache = cache_view(order, torch.float32, pad=16)
         before = cache.clone()
         out = torch.empty(page_shape(cache, 1, order))
-        gather(cache, torch.tensor([BLOCKS - 1]), out, order)
+        block_runs(cache, torch.tensor([BLOCKS - 1]), order).copy_to(out)
         with pytest.raises(IndexError):
-            gather(cache, torch.tensor([BLOCKS]), out, order)
+            block_runs(cache, torch.tensor([BLOCKS]), order).copy_to(out)
         assert torch.equal(cache, before)
 
 

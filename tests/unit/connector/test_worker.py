@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-import hsx_dist.connector.point_copier as copier_module
 import hsx_dist.connector.worker as worker_module
 from hsx_dist.connector.columns import Column
 from hsx_dist.connector.copy_stream import Cuda, DeviceCopyStream
+from hsx_dist.connector.gather import Runs
 from hsx_dist.connector.point_copier import CopyPlan, hidden_states_in
 from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.connector.worker import IDLE_WAIT_S, WorkerHalf, pin, unpin
@@ -347,14 +347,14 @@ def test_a_clients_metadata_is_sent_with_the_pages_as_text():
 )
 def test_a_page_that_fails_in_its_copy_fails_its_sample_alone(tmp_path, monkeypatch, stream, which, apart):
     """The blocks and ring bytes are freed, the client gets the reason, and the batch's other requests are stored."""
-    copy_page = copier_module.gather
+    copy_page = Runs.copy_to
 
-    def copy_or_fail(cache, places, out, order):
-        if places[0] == bad.block_ids[2 * which]:
+    def copy_or_fail(runs, *outs, start, stop):
+        if len(runs.units) == len(bad.block_ids) and start == 2 * which:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        copy_page(cache, places, out, order)
+        copy_page(runs, *outs, start=start, stop=stop)
 
-    monkeypatch.setattr(copier_module, "gather", copy_or_fail)
+    monkeypatch.setattr(Runs, "copy_to", copy_or_fail)
     if stream:
         recorded = RecordedCuda(monkeypatch)
         recorded.ended = set(range(100))
