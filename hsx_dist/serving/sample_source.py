@@ -161,7 +161,7 @@ class SampleSource:
         name = object_name(key) + OBJECT
         for last in (False, True):
             try:
-                with object_sample(self._store, name, identity=identity) as sample:
+                with object_sample(self._store, name, key, identity=identity) as sample:
                     file = StatesFile(sample, wanted)
                 break
             except FormatError:  # also if the object was replaced between two of the requests to the store

@@ -23,7 +23,8 @@ from starlette.testclient import TestClient
 
 import hsx_dist
 from hsx_dist.errors import ConfigError
-from hsx_dist.format.markers import conflict_name, marker_name
+from hsx_dist.format.markers import OBJECT, conflict_name, marker_name
+from hsx_dist.page import object_name
 from hsx_dist.reading.load import object_sample
 from hsx_dist.serving import asgi_calls, inline_answers, middleware, sample_route, sample_source, states_file
 from hsx_dist.serving.middleware import connector_settings
@@ -123,6 +124,16 @@ def test_a_line_break_is_a_part_of_the_key(tmp_path):
         for key in ("a", "a\nb", "\n"):
             assert same(c.get(f"/v1/hidden_states/{quote(key)}").content, random_sample(key))
         error(c.get("/v1/hidden_states/a%0A"), 404, "NotFound")
+
+
+def test_the_object_of_another_key_is_not_answered(tmp_path):
+    """A file system that ignores letter case finds the object of ``a`` under the name of ``A``."""
+    store_sample(tmp_path, random_sample("a"))
+    [stored] = tmp_path.glob("*.safetensors")
+    stored.with_name(object_name("A") + OBJECT).hardlink_to(stored)
+    with client(outer_server(tmp_path)) as c:
+        error(c.get("/v1/hidden_states/A"), 404, "SampleNotFound")
+        assert same(c.get("/v1/hidden_states/a").content, random_sample("a"))
 
 
 def test_streamed_ranges_are_fetched_once(tmp_path, monkeypatch):
