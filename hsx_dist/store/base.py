@@ -10,12 +10,14 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from hsx_dist.config.redaction import redact_text
-from hsx_dist.errors import StoreError, Unavailable
+from hsx_dist.errors import NotFound, StoreError, Unavailable
+
+T = TypeVar("T")
 
 #: Bytes that a back end can send without copying: C-contiguous, of any item type and shape.
 Buffer = bytes | bytearray | memoryview | np.ndarray[Any, Any]
@@ -161,16 +163,27 @@ def probed(store: Store, name: str) -> bytes:
     return found
 
 
-def require_missing(store: Store, name: str) -> NoReturn:
-    """Get the first byte of an object after a HEAD got the status 404.
+def explained_head(store: Store, name: str, head: Callable[[], T]) -> T:
+    """Return ``head()``, the answer to a HEAD. After an error, get the first byte of the object to learn the reason.
 
-    The answer to a HEAD has no body, and only the body shows whether the store or a gateway sent the 404.
+    The answer to a HEAD has no body. So its status is the same for an expired token, another region and a bad request,
+    and for the store's 404 and a gateway's. The error of the GET has the code with which the store's client renews its
+    credentials or changes the region.
 
     Raises:
         NotFound: there is no object.
-        Unavailable: there is one, or a gateway answered again.
+        Unavailable: the HEAD got 404 for an object that exists, or the call may succeed later.
+        StoreError: the GET's error, or that of a second HEAD.
     """
-    store.get(name, 1)
+    try:
+        return head()
+    except Unavailable:
+        raise
+    except NotFound:
+        store.get(name, 1)
+    except StoreError:
+        store.get(name, 1)
+        return head()
     raise Unavailable(
         f"head {store.url}/{name}: expected the store's answer to a HEAD, got 404 for an object that exists. Check the "
         "endpoint's address, the service, and the network to it"

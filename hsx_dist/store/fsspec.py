@@ -27,9 +27,9 @@ from hsx_dist.store.base import (
     check_ranges,
     coalesce,
     cut,
+    explained_head,
     not_conditional,
     require_at_most,
-    require_missing,
     stated_size,
 )
 from hsx_dist.store.faults import (
@@ -273,12 +273,9 @@ class FsspecStore:
 
     def _head_s3(self, name: str) -> Mapping[str, Any]:
         bucket, key, _ = self._fs.split_path(self._path(name))
-        try:
-            return self._call(
-                "head", name, lambda: self._fs.call_s3("head_object", Bucket=bucket, Key=key, **self._limit())
-            )
-        except NotFound:
-            require_missing(self, name)
+        return explained_head(self, name, lambda: self._call("head", name, lambda: self._fs.call_s3(
+            "head_object", Bucket=bucket, Key=key, **self._limit()
+        )))  # fmt: skip
 
     def _pipe(self, path: str, data: bytes | Gathered, **how: Any) -> object:
         if self._scheme == "memory":

@@ -23,9 +23,9 @@ from hsx_dist.store.base import (
     check_ranges,
     coalesce,
     cut,
+    explained_head,
     not_conditional,
     require_at_most,
-    require_missing,
 )
 from hsx_dist.store.faults import (
     Redactor,
@@ -156,10 +156,7 @@ class ObstoreStore:
 
     def head(self, name: str) -> ObjectInfo:
         path = self._path(name)
-        try:
-            found = self._call("head", name, lambda obs, client: obs.head(client, path))
-        except NotFound:
-            require_missing(self, name)
+        found = explained_head(self, name, lambda: self._call("head", name, lambda obs, client: obs.head(client, path)))
         return ObjectInfo(name, int(found["size"]))
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
@@ -349,4 +346,5 @@ class ObstoreStore:
             if self._connection is failed:
                 self._connection = self._connect(region)
                 self._clients.clear()
+                self._slow = None
         return True

@@ -235,6 +235,7 @@ class PartCommitter:
         except StoreError as e:
             if e.retryable:
                 raise
+            log.warning("the version of an object is not known: name=%s: %s", printable(name), e)
             return None
 
     def _can_renew(self) -> bool:

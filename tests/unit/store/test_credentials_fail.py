@@ -20,6 +20,7 @@ from obstore.store import GCSStore
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
 from hsx_dist.store import Store, open_store
+from hsx_dist.store.base import Conditional
 from hsx_dist.store.faults import Redactor, after_renewal, translate
 from hsx_dist.store.obstore_options import GcsfsCredentials
 from hsx_dist.store.opening import Backend
@@ -314,3 +315,33 @@ def test_a_path_in_the_environment_is_no_credential() -> None:
     assert Redactor({}, environ)("/var/run/identity /home/somebody very-secret") == (
         "/var/run/identity /home/somebody (not shown)"
     )
+
+
+class Rotated(Answers):
+    """Refuses old tokens as S3 does: the answer to a HEAD has no body, thus no code."""
+
+    token = "old"
+
+    def do_GET(self) -> None:
+        if self.headers["x-amz-security-token"] == self.token:
+            return self.answer_object(200, b"x")
+        return self.answer(400, b"<Error><Code>ExpiredToken</Code></Error>")
+
+    do_HEAD = do_GET
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+def test_an_expired_token_is_renewed_after_a_head(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> None:
+    """In a server ``version`` of obstore's store is the only call of its second client."""
+    for name, value in {"ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s", "SESSION_TOKEN": "old"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr(Rotated, "token", "old")
+    with served(Rotated) as url:
+        options = {"endpoint_url": url, "client_kwargs": {"region_name": "us-east-1"}}
+        store = open_store("s3://b/r", options, backend=backend, retry_seconds=30)
+        assert isinstance(store, Conditional)
+        assert (store.head("a").size, store.version("a")) == (1, '"1"')
+        for token, call in (("newer", lambda: store.head("a").size), ("newest", lambda: store.version("a"))):
+            monkeypatch.setattr(Rotated, "token", token)
+            monkeypatch.setenv("AWS_SESSION_TOKEN", token)
+            assert call() in (1, '"1"')

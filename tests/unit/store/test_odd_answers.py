@@ -22,15 +22,18 @@ class Odd(Answers):
     """Answers HEAD without size and ETag, and lists one object with ``members``."""
 
     members = ""
+    date = "Wed, 01 Jan 2025 00:00:00 GMT"
 
     def do_HEAD(self) -> None:
         self.send_response(200)
-        self.send_header("Last-Modified", "Wed, 01 Jan 2025 00:00:00 GMT")
+        self.send_header("Last-Modified", self.date)
         self.end_headers()
 
     def do_GET(self) -> None:
+        if "list-type" not in self.path:
+            return self.answer(206, b"x", Content_Range="bytes 0-0/1", ETag='"e"', Last_Modified=self.date)
         date = "<LastModified>2025-01-01T00:00:00.000Z</LastModified>"
-        self.answer(200, listing([f"<Contents>{date}{self.members}</Contents>"]))
+        return self.answer(200, listing([f"<Contents>{date}{self.members}</Contents>"]))
 
 
 @pytest.fixture
