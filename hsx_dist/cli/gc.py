@@ -232,8 +232,9 @@ def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> Non
         return
     for store in [place.store] if place is not None else [_store_of(root, folder) for folder in left]:
         require_dead(store, watch_seconds=watch)
-    removed = remove_run(root, place)
-    say(f"{removed:,} objects removed; one small object stays and marks that the run was removed")
+    removed = remove_run(root, place, left)
+    mark = "; one small object stays and marks that the run was removed" if place is not None or "" in left else ""
+    say(f"{removed:,} objects removed{mark}")
     found = readable(root, lambda _: None)  # objects that are not the run's; unreadable folders stay too
     other = next((info.name for info in found if not is_description(info.name)), None)
     if other is not None:

@@ -20,7 +20,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import FormatError, NotFound, ObjectsMissing, RunError, RunStalled, Unavailable
+from hsx_dist.errors import (
+    Denied,
+    FormatError,
+    NotFound,
+    ObjectsMissing,
+    RunError,
+    RunStalled,
+    StoreError,
+    Unavailable,
+)
 from hsx_dist.format.json_objects import (
     MemberCheck,
     anything,
@@ -40,6 +49,7 @@ from hsx_dist.format.own_objects import has_evidence, is_evidence, run_objects
 from hsx_dist.format.presence import exists, is_missing
 from hsx_dist.format.segment_info import MAX_HIDDEN_SIZE, MAX_LAYERS
 from hsx_dist.store import Store
+from hsx_dist.store.base import Conditional, version_of
 from hsx_dist.store.prefix import PrefixStore
 from hsx_dist.text import bounded
 
@@ -67,6 +77,8 @@ _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
 _FOLDER = re.compile(r"run-[0-9a-f]{16}/")
 #: After this many objects of a run's folder, the listing ends and another one skips the rest of the folder.
 _LOOKED_AT = 1000
+#: Tries to replace a description.
+_TRIES = 5
 
 
 def _layers(value: Any) -> str | None:
@@ -269,10 +281,50 @@ def leftovers(root: Store, *, removed_only: bool = False) -> list[str]:
 def bury(place: Place) -> None:
     """Replace the run's description by a tombstone. From now on no reader opens the run, and no driver resumes it.
 
-    Safe if another process did the same and started another run: the object ``place.pointer`` is always this run's
-    description or its tombstone.
+    Replaces only this run's description: a user may have deleted the run by hand and started another one. Where a
+    store has no conditional puts, a run that starts between the last look and the put is not noticed.
+
+    Raises:
+        RunError: the object ``place.pointer`` is of another run.
+        Unavailable: it was replaced at each try.
     """
-    place.root.put(place.pointer, [_tombstone(place.info.get("id") or "none", place.version)])
+    own = place.info.get("id") or "none"
+    tombstone = _tombstone(own, place.version)
+    for _ in range(_TRIES):
+        try:
+            version = version_of(place.root, place.pointer)  # before the look: a later object has another one
+        except NotFound:
+            version = None
+        found = _read(place.root, place.pointer)
+        if found is None:
+            if put_own(place.root, place.pointer, tombstone):
+                return
+        elif _mark(found).get("id") == own:
+            return
+        elif "removed" in found or _id(found) != place.id:
+            raise RunError(
+                f"{place.root.url}/{place.pointer}: expected run {place.id}, got another run, which was started after "
+                "the first one was deleted. Nothing was removed. Look at it with hsx show, then try again"
+            )
+        elif _replace(place, tombstone, version):
+            return
+    raise Unavailable(
+        f"{place.root.url}/{place.pointer}: expected to replace the description, got another version at each of "
+        f"{_TRIES} tries. Try again"
+    )
+
+
+def _replace(place: Place, body: bytes, version: str | None) -> bool:
+    """Replace the description if ``version`` is still its version. Returns whether this call stored ``body``."""
+    root = place.root
+    if version is not None and isinstance(root, Conditional):
+        try:
+            return root.put_version(place.pointer, [body], version)
+        except StoreError as e:
+            if e.retryable or isinstance(e, Denied):
+                raise  # otherwise the service has versions, and refuses conditional puts
+    root.put(place.pointer, [body])
+    return True
 
 
 def close_place(root: Store) -> None:

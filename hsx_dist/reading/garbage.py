@@ -94,28 +94,38 @@ def left_behind(root: Store) -> Iterator[ObjectInfo]:
         yield from run_objects(root, folder)
 
 
-def remove_run(root: Store, place: Place | None, *, on_object: Callable[[str], None] = lambda _: None) -> int:
+def remove_run(
+    root: Store,
+    place: Place | None,
+    left: Collection[str] | None = None,
+    *,
+    on_object: Callable[[str], None] = lambda _: None,
+) -> int:
     """Remove ``place``, the run at ``root``, and the remains of unfinished removals. Return the number of objects.
 
-    Keeps objects that do not belong to a run, and one small object, the mark of the removal. From the first step on no
-    driver resumes the run. Another call continues an interrupted removal.
+    Keeps objects that do not belong to a run, and the mark of the removal of ``place`` or of a version 1 run. From the
+    first step on no driver resumes the run. Another call continues an interrupted removal.
+
+    ``left``: without ``place``, those ``leftovers`` of which the caller knows that no driver uses them. None: all.
 
     Raises:
-        RunError: there is no run, and no remains of an unfinished removal.
-        Unavailable: an object is still there.
+        RunError: there is no run, and no remains of an unfinished removal; or another run was started in its place.
+        Unavailable: an object is still there, or the description could not be replaced.
     """
     own: list[str] = []
     if place is not None:
         bury(place)
         own = [f"{place.folder}/"] if place.version > 1 else []
-    # Without a run here, this includes folders that no tombstone names: run_rm has listed them and checked for drivers.
-    # A run of version 1 is included, as ``bury`` has replaced its run.json. Its folders may hold other files too.
-    left = leftovers(root, removed_only=place is not None)
-    if place is None and not left:
+    # Without a run here, this includes folders that no tombstone names. A run of version 1 is included, as ``bury`` has
+    # replaced its run.json. Its folders may hold other files too.
+    found_left = leftovers(root, removed_only=place is not None)
+    if place is None and left is not None:  # a folder that appeared since may be of a run that is copied here
+        found_left = [folder for folder in found_left if folder in left]
+    if place is None and not found_left:
         open_place(root)  # raises RunError
-    if place is None and "" in left:
+    if place is None and "" in found_left:
         close_place(root)
-    folders = list(dict.fromkeys([*own, *left]))  # the remains include the run just buried
+    folders = list(dict.fromkeys([*own, *found_left]))  # the remains include the run just buried
     found = chain(
         (info.name for folder in folders for info in run_objects(root, folder)),
         (info.name for info in _unfinished_of(root, folders)),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from hsx_dist.errors import FormatError, NotFound, RunError, Unavailable
+from hsx_dist.errors import FormatError, NotFound, RunError, StoreError, Unavailable
 from hsx_dist.format.json_objects import dump_json
 from hsx_dist.format.place import RUN, Place, bury, close_place, find_place, leftovers, open_place, start_run
 from hsx_dist.format.runs import take_attempt
-from hsx_dist.store import ObjectInfo, Store
+from hsx_dist.store import Buffer, ObjectInfo, Store
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.prefix import PrefixStore
 from hsx_dist.testing.stores import MemoryStore
@@ -100,6 +100,48 @@ def test_after_a_removal_the_next_run_has_a_new_name_and_folder(root: LocalStore
     first.store.put("data/part-0001-w-000001.safetensors", [b"x"])  # a writer of the removed run does, too
     assert names(second.store) == []
     assert list(leftovers(root)) == [f"{first.folder}/"]
+
+
+class NoVersions(MemoryStore):
+    """Like a service that refuses conditional puts."""
+
+    def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:  # noqa: ARG002
+        raise StoreError(f"{name}: not implemented")
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, NoVersions])
+def test_a_removal_leaves_a_run_that_was_started_after_a_removal_by_hand(kind: type[MemoryStore]) -> None:
+    store = kind()
+    first = start_run(store, {"n": 1})
+    store.delete(first.pointer)
+    bury(first)  # the description is missing, and its name is then used
+    store.delete(first.pointer)
+    second = start_run(store, {"n": 2})
+    assert second.pointer == first.pointer
+    with pytest.raises(RunError, match=f"expected run {first.id}, got another run"):
+        bury(first)
+    assert open_place(store).info == second.info
+    bury(second)
+    bury(second)
+    with pytest.raises(RunError, match="got another run"):
+        bury(first)
+
+
+def test_a_run_that_starts_while_a_removal_looks_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    first = start_run(store, {"n": 1})
+    put_version = MemoryStore.put_version
+
+    def start_another(self: MemoryStore, name: str, buffers: Sequence[Buffer], version: str) -> bool:
+        if open_place(self).id == first.id:
+            self.delete(first.pointer)
+            start_run(self, {"n": 2})
+        return put_version(self, name, buffers, version)
+
+    monkeypatch.setattr(MemoryStore, "put_version", start_another)
+    with pytest.raises(RunError, match="got another run"):
+        bury(first)
+    assert open_place(store).info["n"] == 2
 
 
 class Missed(LocalStore):

@@ -283,6 +283,24 @@ def test_files_of_other_programs_in_a_runs_folder_stay() -> None:
     assert find_place(store) is None
 
 
+def test_a_run_that_is_copied_here_while_rm_looks_for_drivers_stays(monkeypatch, capsys) -> None:
+    """Each tool for copies sends the folder before ``run.json``."""
+    elsewhere, store = MemoryStore(), MemoryStore()
+    store_run(elsewhere, SAMPLES)
+    store_run(store, SAMPLES)
+    store.delete("run.json")
+    copy = {name: data for name, data in elsewhere.objects.items() if name != "run.json"}
+    monkeypatch.setattr(gc, "open_store", lambda *_, **__: store)
+    monkeypatch.setattr(gc, "require_dead", lambda *_, **__: store.objects.update(copy))
+    gc.run_rm("x", [], yes=True, watch=0)
+    assert store.objects == copy
+    said = capsys.readouterr().out
+    assert "marks that the run was removed" not in said  # there is no description, thus no mark
+    assert "objects that do not belong to the run stay" in said
+    store.objects["run.json"] = elsewhere.objects["run.json"]
+    assert len(Run(store)) == len(SAMPLES)
+
+
 @pytest.mark.parametrize("times", [1, 99])
 def test_a_delete_that_a_gateway_answered_ends_rm_with_an_error(times: int) -> None:
     store = MemoryStore()
