@@ -5,6 +5,7 @@ An object store is not a file system: objects appear whole or not at all, there 
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -263,10 +264,15 @@ def _view(data: Buffer) -> memoryview:
 
 
 def check_name(name: str) -> str:
-    """Return ``name`` if it cannot leave the store. Raises ``ValueError`` otherwise."""
-    if not name or "\x00" in name or any(part in ("", ".", "..") for part in name.split("/")):
+    """Return ``name`` if it cannot leave the store, and a file can have it. Raises ``ValueError`` otherwise."""
+    try:
+        usable = b"\x00" not in os.fsencode(name)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        usable = False
+    if not name or not usable or any(part in ("", ".", "..") for part in name.split("/")):
         raise ValueError(
-            f"expected a relative object name such as 'data/a.bin', got {name!r}: no empty, '.' or '..' parts"
+            f"expected a relative object name such as 'data/a.bin', got {name!a}: no empty, '.' or '..' parts, and no "
+            "NUL or half of a surrogate pair"
         )
     return name
 

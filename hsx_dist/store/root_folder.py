@@ -37,7 +37,7 @@ class RootFolder:
     may have other numbers when it is back, as may a folder of FUSE at any time. So a folder with other numbers is
     accepted if it contains a *witness*: an object that was seen in the known folder, unchanged (``_has``). A store
     without a witness refuses only the folder below the mount: one on another device, which a parent of the known folder
-    had.
+    had. Another file system at the path can have the same numbers (tmpfs, FUSE), and is not noticed.
 
     A folder that was seen is never made again.
     """

@@ -22,7 +22,7 @@ from hsx_dist.errors import AlreadyExists, NotFound, StoreError
 from hsx_dist.store import Buffer, ObjectInfo, Store
 from hsx_dist.store.base import Conditional, replaces_conditionally
 
-_BAD_NAMES = ["", "/a", "a/", "a//b", "../a", "a/../b", "./a", "a\x00b"]
+_BAD_NAMES = ["", "/a", "a/", "a//b", "../a", "a/../b", "./a", "a\x00b", pytest.param("a\ud800", id="surrogate")]
 _ODD_NAMES = ["a b", "%20", "a+b", "key~0123", "ä/ß.bin", "a=b/c&d", "x.y.z", "a%2Fb", "quo'te", "日本"]
 
 
