@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,16 @@ import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
 from hsx_dist.config import parse_storage_options
-from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleFailed
+from hsx_dist.errors import ConfigError, Denied, FormatError, NotFound, SampleFailed, Unavailable
 from hsx_dist.format.container import Part
-from hsx_dist.format.markers import OBJECT, is_of_a_run
+from hsx_dist.format.markers import OBJECT, is_of_a_run, lock_name
 from hsx_dist.format.part_request import layer_list
 from hsx_dist.new_process import begin_process
 from hsx_dist.page import token_hash
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.arguments import path_text
 from hsx_dist.reading.load import answered_identity, load_object
+from hsx_dist.reading.object_lock import exclusive_lock
 from hsx_dist.reading.whole import require_whole
 from hsx_dist.store import Store
 from hsx_dist.store.base import Conditional, version_of
@@ -63,24 +65,33 @@ def _rows_of(run: Run) -> np.ndarray[Any, Any]:
 
 
 def _delete_if(store: Store, name: str, loaded: _Shown) -> None:
-    """Delete the object that was loaded.
+    """Delete the object that was loaded, and its lock file.
 
     A newer object stays, except in a store without conditional deletes if it is stored between the check and the
-    delete.
+    delete. An object stays if a server or a reader holds its lock. If this user may not lock the lock file, only the
+    lock file stays.
     """
-    try:
-        # Read before the check, so that the version is not newer than the checked object.
-        version = version_of(store, name)
-        part = Part.open(store, name)
-        if _shown(part.segments[0].segment.meta, part.token_ids(0)) != loaded:
+    has_lock_file: Callable[[], bool] | None = None
+    with ExitStack() as held:
+        try:
+            if "://" not in store.url:
+                with suppress(Denied, Unavailable):
+                    has_lock_file = held.enter_context(exclusive_lock(store.url, name))
+            # Read before the check, so that the version is not newer than the checked object.
+            version = version_of(store, name)
+            part = Part.open(store, name)
+            if _shown(part.segments[0].segment.meta, part.token_ids(0)) != loaded:
+                return
+        except (NotFound, FormatError):  # in use, deleted, or replaced between two requests
             return
-    except (NotFound, FormatError):  # deleted, or replaced between two requests
-        return
-    if version is None:
-        store.delete(name)
-    else:
-        assert isinstance(store, Conditional)
-        store.delete_version(name, version)
+        if version is None:
+            store.delete(name)
+        else:
+            assert isinstance(store, Conditional)
+            if not store.delete_version(name, version):
+                return
+        if has_lock_file is not None and has_lock_file():
+            store.delete(lock_name(name))
 
 
 class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
@@ -178,7 +189,7 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
 
         Objects of other requests stay: speculators also calls this if ``get_generated`` has loaded nothing. A run's
         parts stay too. An object that was stored again after it was loaded stays, unless sample and expiry time are
-        the same.
+        the same. An object that another request or reader uses at this moment stays.
 
         Raises:
             ConfigError: ``handle`` is not under ``storage_path``.

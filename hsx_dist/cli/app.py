@@ -338,8 +338,8 @@ def gc(
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove parts that no reader needs, if no driver works on the run, or a server's expired objects (ttl_seconds).
-    A dry run by default."""
+    """Remove parts that no reader needs, if no driver works on the run, or a server's expired objects (ttl_seconds)
+    and lock files without an object. A dry run by default."""
     from hsx_dist.cli.gc import run_gc
 
     run_gc(path, storage_option or (), delete=delete, watch=watch, as_json=as_json)

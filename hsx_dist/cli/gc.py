@@ -15,7 +15,16 @@ from hsx_dist.format.runs import count, load_manifest
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text
-from hsx_dist.reading.expiry import Failures, expired, is_expired, readable, remove, require_conditional_deletes
+from hsx_dist.reading.expiry import (
+    Failures,
+    expired,
+    is_expired,
+    readable,
+    remove,
+    remove_lock,
+    require_conditional_deletes,
+    unused_locks,
+)
 from hsx_dist.reading.garbage import left_behind, own_unfinished, remove_run, require_gone, unfinished, unproven
 from hsx_dist.reading.liveness import require_dead
 from hsx_dist.store import ObjectInfo, Store, open_store
@@ -23,7 +32,8 @@ from hsx_dist.store.prefix import PrefixStore
 
 log = get_logger(__name__)
 
-#: Age from which an unfinished put counts as abandoned. A running server may still be writing a newer one.
+#: Age from which an unfinished put, or a lock file without an object, counts as abandoned. A running server may still
+#: use a newer one.
 _LONGEST_PUT_S = 86_400.0
 #: Up to this many deleted objects are looked at one by one. For more, a listing of the whole prefix takes less time.
 _FEW = 100
@@ -64,15 +74,20 @@ def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
         gone = set(names)
         looked = names if len(names) <= _FEW else (info.name for info in readable(store, skipped) if info.name in gone)
         require_gone(store, gone, (name for name in looked if _is_left(store, name, now, skipped)))
+    locks, lock_errors = _collect_locks(store, skipped, delete=delete, as_json=as_json, denied=denied)
+    busy += lock_errors
     dead = unfinished(store, _LONGEST_PUT_S, skipped)
     left = _collect(store, dead, "never finished", delete=delete, as_json=as_json, denied=denied)
     if as_json:
-        found = {"expired": names, "unfinished": [info.name for info in left], "unreadable": list(unreadable)}
-        print_json({"path": path, "deleted": delete, **found, "in_use": busy, "denied": denied})
+        found = {"expired": names, "unfinished": [info.name for info in left], "locks": locks}
+        stay = {"unreadable": list(unreadable), "in_use": busy, "denied": denied}
+        print_json({"path": path, "deleted": delete, **found, **stay})
         return
     for name in busy:
         say(f"stays {name}")
     say(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
+    if locks:
+        say(f"{len(locks):,} lock files without an object{_what_happens(delete)}")
     _print_unfinished(left, delete=delete)
     if unreadable:
         say(
@@ -123,6 +138,27 @@ def _collect_expired(
             busy.append(name)
     busy = [name for name in busy if stays(name)]
     return names, busy + of_reads.names + of_deletes.names, denied
+
+
+def _collect_locks(
+    store: Store, skipped: Callable[[str], None], *, delete: bool, as_json: bool, denied: list[str]
+) -> tuple[list[str], list[str]]:
+    """Return the lock files without an object (removed if ``delete``), and those with an error.
+
+    Adds the names that this user may not remove to ``denied``.
+    """
+    names: list[str] = []
+    of_reads, of_deletes = Failures(), Failures()
+    for name in unused_locks(store, _LONGEST_PUT_S, skipped, of_reads):
+        try:
+            with of_deletes.of(name):
+                if not delete or remove_lock(store, name):
+                    names.append(name)
+                    if not as_json:
+                        say(f"{'removed' if delete else 'unused'} {name}")
+        except Denied as e:
+            _not_allowed(name, e, denied)
+    return names, of_reads.names + of_deletes.names
 
 
 def _is_left(store: Store, name: str, now: float, skipped: Callable[[str], None]) -> bool:

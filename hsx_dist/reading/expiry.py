@@ -1,4 +1,4 @@
-"""Find and remove expired objects and markers of a server.
+"""Find and remove expired objects and markers of a server, and lock files without an object.
 
 A server runs without end, so its objects may have an ``expires`` time (``ttl_seconds`` of the connector). Only objects
 and markers with ``expires`` are removed. A run's parts never have it.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError, Denied, FormatError, NotFound, StoreError, Unavailable
 from hsx_dist.format.container import Part
 from hsx_dist.format.json_objects import number, read_json
-from hsx_dist.format.markers import LOCK, MARKERS, is_marker, lock_name, marked_name
+from hsx_dist.format.markers import LOCK, MARKERS, OBJECT, is_marker, lock_name, marked_name
 from hsx_dist.format.place import find_place
 from hsx_dist.format.presence import exists
 from hsx_dist.logger import get_logger
@@ -205,12 +206,12 @@ def remove(store: Store, name: str, now: float | None = None) -> bool:
     if not isinstance(store, Conditional):
         raise not_conditional(store.url)
     is_object = not name.endswith(MARKERS)
-    has_lock = False
+    has_lock_file: Callable[[], bool] | None = None
     try:
         with ExitStack() as held:
             if is_object and "://" not in store.url:
                 try:
-                    has_lock = held.enter_context(exclusive_lock(store.url, name))
+                    has_lock_file = held.enter_context(exclusive_lock(store.url, name))
                 except Unavailable as e:  # of this object alone
                     log.warning("gc cannot lock an object, and leaves it: name=%s error=%s", name, e)
                     return False
@@ -220,8 +221,54 @@ def remove(store: Store, name: str, now: float | None = None) -> bool:
                 return False
             if not store.delete_version(name, version):
                 return False
-            if has_lock:
+            if has_lock_file is not None and has_lock_file():
                 store.delete(lock_name(name))
     except NotFound:  # in use, or already deleted
+        return False
+    return True
+
+
+def unused_locks(
+    store: Store, older_than: float, unreadable: Callable[[str], None], failures: Failures
+) -> Iterator[str]:
+    """Yield lock files without an object that did not change within ``older_than`` seconds, if the store is a folder.
+
+    A client that deletes an object, and an engine that is killed, leave a lock file. Only ``NAME.safetensors.lock`` is
+    yielded, and only if it is empty: other programs have files that end in ``.lock`` too.
+    """
+    if "://" in store.url:
+        return
+    for info in readable(store, unreadable):
+        if info.size or not info.name.endswith(lock_name(OBJECT)):
+            continue
+        try:
+            changed = (Path(store.url) / info.name).lstat().st_mtime
+        except OSError:  # removed since the listing
+            continue
+        unused = False
+        with suppress(Denied), failures.of(info.name):  # Denied: there is an object
+            unused = time.time() - changed >= older_than and not exists(store, info.name.removesuffix(LOCK))
+        if unused:
+            yield info.name
+
+
+def remove_lock(store: Store, lock: str) -> bool:
+    """Delete a lock file without an object, unless a process holds the lock. Return whether it was deleted.
+
+    A server that opens the file at this moment notices that the file is gone, and makes another. vLLM's own connector
+    does not notice it, so call this only for old files: that connector changes the file's time when it opens the file.
+
+    Raises:
+        Denied: this user may not read the lock file, or not delete it.
+        StoreError: the store failed.
+    """
+    name = lock.removesuffix(LOCK)
+    try:
+        with exclusive_lock(store.url, name) as has_lock_file:
+            # A server may have stored the object in the meantime: vLLM's reader then needs the lock file.
+            if has_lock_file is None or exists(store, name) or not has_lock_file():
+                return False
+            store.delete(lock)
+    except NotFound:  # in use
         return False
     return True

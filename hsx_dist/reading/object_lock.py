@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from hsx_dist.errors import Denied, HsxError, NotFound, Unavailable
 from hsx_dist.format.markers import lock_name
@@ -52,10 +53,11 @@ def shared_lock(root: str, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def exclusive_lock(root: str, name: str) -> Iterator[bool]:
+def exclusive_lock(root: str, name: str) -> Iterator[Callable[[], bool] | None]:
     """Hold the lock of the object ``name`` in the folder ``root`` exclusively. Never waits.
 
-    Yields whether there is a lock.
+    Yields None if there is no lock file. Else a function: whether the file still has its name. Call it before you
+    remove the file: another program may have removed it, and a server may hold a new file of that name.
 
     Raises:
         NotFound: a server or a reader holds the lock.
@@ -64,10 +66,19 @@ def exclusive_lock(root: str, name: str) -> Iterator[bool]:
     """
     fd = _take(root, name, alone=True)
     try:
-        yield fd is not None
+        yield None if fd is None else partial(_has_name, root, name, fd)
     finally:
         if fd is not None:
             close_lock(fd)
+
+
+def _has_name(root: str, name: str, fd: int) -> bool:
+    folder, _, last = lock_name(name).rpartition("/")
+    try:
+        with opened(root, folder, search=True) as parent:
+            return is_at(fd, parent, last)
+    except OSError:
+        return False
 
 
 def _take(root: str, name: str, *, alone: bool = False) -> int | None:

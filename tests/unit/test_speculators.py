@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.errors import ConfigError, Denied, NotFound, SampleConflict
 from hsx_dist.format.place import start_run
+from hsx_dist.reading.object_lock import shared_lock
 from hsx_dist.speculators import HsxTransfer
 from hsx_dist.store import open_store
 from hsx_dist.store.local import LocalStore
@@ -71,6 +76,93 @@ def test_an_object_that_was_stored_anew_since_it_was_loaded_stays(tmp_path, iden
     assert transfer.get_generated({"hidden_states_path": path})["token_ids"].tolist() == [1] * 5
     transfer.delete(path)
     assert not (tmp_path / "q" / NAME).exists()
+
+
+def store_with_lock(tmp_path):
+    """Returns the lock file."""
+    locks = ObjectLocks(tmp_path)
+    locks.hold(NAME, "A")
+    store_a(tmp_path)
+    locks.release("A", stored=True)
+    return tmp_path / f"{NAME}.lock"
+
+
+def test_delete_removes_the_lock_file_too(tmp_path):
+    lock = store_with_lock(tmp_path)
+    transfer = HsxTransfer(None, wait=0, delete_generated=True, storage_path=str(tmp_path))
+    assert transfer.get_generated({"hidden_states_path": str(tmp_path / NAME)}) is not None
+    assert lock.exists()
+    transfer.delete(str(tmp_path / NAME))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("use", ["request", "reader"])
+def test_delete_keeps_an_object_in_use_and_its_lock(tmp_path, use):
+    lock = store_with_lock(tmp_path)
+    transfer = HsxTransfer(None, wait=0, delete_generated=True, storage_path=str(tmp_path))
+    assert transfer.get_generated({"hidden_states_path": str(tmp_path / NAME)}) is not None
+    locks = ObjectLocks(tmp_path)
+    if use == "request":
+        locks.hold(NAME, "again")
+    with shared_lock(str(tmp_path), NAME) if use == "reader" else nullcontext():
+        transfer.delete(str(tmp_path / NAME))
+    locks.release("again", stored=True)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / NAME, lock]
+
+
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_delete_keeps_the_lock_file_of_an_object_that_stays(tmp_path, monkeypatch, moment):
+    lock = store_with_lock(tmp_path)
+    transfer = HsxTransfer(None, wait=0, delete_generated=True, storage_path=str(tmp_path))
+    assert transfer.get_generated({"hidden_states_path": str(tmp_path / NAME)}) is not None
+    delete = LocalStore.delete_version
+
+    def store_anew(*args):
+        (tmp_path / NAME).unlink()
+        store_a(tmp_path, identity=B)
+        return delete(*args) if args else None
+
+    if moment == "during":
+        monkeypatch.setattr(LocalStore, "delete_version", store_anew)
+    else:
+        store_anew()
+    transfer.delete(str(tmp_path / NAME))
+    assert sorted(tmp_path.iterdir()) == [tmp_path / NAME, lock]
+
+
+def test_an_object_is_deleted_also_if_this_user_may_not_lock_its_file(tmp_path, monkeypatch):
+    """NFS locks exclusively only a file that is open for writing. A user of the server's group may only read it."""
+    lock = store_with_lock(tmp_path)
+    transfer = HsxTransfer(None, wait=0, delete_generated=True, storage_path=str(tmp_path))
+    assert transfer.get_generated({"hidden_states_path": str(tmp_path / NAME)}) is not None
+    flock = fcntl.flock
+
+    def nfs(fd, kind):
+        if kind & fcntl.LOCK_EX and os.fstat(fd).st_ino == lock.stat().st_ino:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return flock(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", nfs)
+    transfer.delete(str(tmp_path / NAME))
+    assert list(tmp_path.iterdir()) == [lock]
+
+
+def test_delete_removes_no_lock_file_that_a_server_made_in_the_meantime(tmp_path, monkeypatch):
+    lock = store_with_lock(tmp_path)
+    transfer = HsxTransfer(None, wait=0, delete_generated=True, storage_path=str(tmp_path))
+    assert transfer.get_generated({"hidden_states_path": str(tmp_path / NAME)}) is not None
+    locks, delete = ObjectLocks(tmp_path), LocalStore.delete_version
+
+    def then_another_client_removes_it(store, name, version):
+        deleted = delete(store, name, version)
+        lock.unlink()
+        locks.hold(NAME, "r")
+        return deleted
+
+    monkeypatch.setattr(LocalStore, "delete_version", then_another_client_removes_it)
+    transfer.delete(str(tmp_path / NAME))
+    assert list(tmp_path.iterdir()) == [lock]
+    locks.release_all()
 
 
 @pytest.mark.parametrize("chosen", [{"loss_mask": True, "of": 90}, {"start": 0, "step": 2, "of": 10}])

@@ -131,7 +131,7 @@ def test_a_file_of_another_user_stops_no_gc(prefix):
     """In a folder that every user can write to, such as the default output."""
     prefix.chmod(0o1777)
     os.chown(prefix, OTHER, OTHER)
-    for name in (".hsx-unfinished-x", "bad.error.json"):
+    for name in (".hsx-unfinished-x", "bad.error.json", "gone.safetensors.lock"):
         (prefix / name).touch()
         os.utime(prefix / name, (1000, 1000))
         (prefix / name).chmod(0o644)
@@ -139,10 +139,10 @@ def test_a_file_of_another_user_stops_no_gc(prefix):
     out, err = as_a_user(GC, str(prefix), "--delete", "--json")
     found = json.loads(out)
     assert sorted(found["expired"]) == ["odd.bin.failed.json", "old.safetensors"], err
-    assert sorted(found["denied"]) == [".hsx-unfinished-x", "bad.error.json"]
+    assert sorted(found["denied"]) == [".hsx-unfinished-x", "bad.error.json", "gone.safetensors.lock"]
     assert (prefix / "bad.error.json").exists()
     out, _ = as_a_user(GC, str(prefix), "--delete")
-    assert "2 files may not be removed by this user, and stay" in out
+    assert "3 files may not be removed by this user, and stay" in out
 
 
 def test_objects_that_may_not_be_read_are_skipped_reported_and_logged(prefix):
@@ -356,6 +356,99 @@ def test_objects_locked_by_a_server_or_a_reader_are_kept(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["old.safetensors", lock.name]
     assert remove(store, "old.safetensors")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_file_that_a_server_makes_during_a_delete_stays(tmp_path, monkeypatch):
+    put(open_store(str(tmp_path)), "old", {"expires": 1000})
+    lock, locks = tmp_path / "old.safetensors.lock", ObjectLocks(tmp_path)
+    lock.touch()
+    delete = local.LocalStore.delete_version
+
+    def then_a_client_removes_the_lock_file(*args):
+        deleted = delete(*args)
+        lock.unlink()
+        locks.hold("old.safetensors", "r")
+        return deleted
+
+    monkeypatch.setattr(local.LocalStore, "delete_version", then_a_client_removes_the_lock_file)
+    assert remove(open_store(str(tmp_path)), "old.safetensors")
+    assert list(tmp_path.iterdir()) == [lock]
+    locks.release_all()
+
+
+@pytest.fixture
+def with_lock_files(tmp_path):
+    """``unused`` and ``killed`` are without an object. The others stay."""
+    put(open_store(str(tmp_path)), "kept", {})
+    names = ("unused", "sub/killed", "kept", "young", "full", "held")
+    (tmp_path / "sub").mkdir()
+    for lock in [*(tmp_path / f"{name}.safetensors.lock" for name in names), tmp_path / "uv.lock"]:
+        lock.touch()
+        if "full" in lock.name:
+            lock.write_text("of another program")
+        if "young" not in lock.name:
+            os.utime(lock, (1000, 1000))
+    return tmp_path
+
+
+def test_gc_removes_old_lock_files_without_an_object(with_lock_files, monkeypatch, capsys):
+    before = set(with_lock_files.rglob("*.lock"))
+    locks = ObjectLocks(with_lock_files)
+    locks.hold("held.safetensors", "r")
+    code, output = _gc(monkeypatch, capsys, with_lock_files)
+    assert code == 0
+    assert json.loads(output.out)["locks"] == [f"{name}.safetensors.lock" for name in ("held", "sub/killed", "unused")]
+    assert set(with_lock_files.rglob("*.lock")) == before
+    code, output = _gc(monkeypatch, capsys, with_lock_files, "--delete")
+    gone = ["sub/killed.safetensors.lock", "unused.safetensors.lock"]
+    assert (code, json.loads(output.out)["locks"]) == (0, gone)
+    assert set(with_lock_files.rglob("*.lock")) == before - {with_lock_files / name for name in gone}
+    locks.release_all()
+    with pytest.raises(SystemExit):
+        main(["gc", str(with_lock_files), "--delete"])
+    assert "removed held.safetensors.lock\n0 objects" in (out := capsys.readouterr().out)
+    assert "1 lock files without an object were removed" in out
+
+
+@pytest.mark.parametrize("event", ["stored", "opened", "made again"])
+def test_a_lock_file_that_is_used_again_after_gc_looked_stays(tmp_path, monkeypatch, event):
+    lock, store, locks = tmp_path / "a.safetensors.lock", open_store(str(tmp_path)), ObjectLocks(tmp_path)
+    locks.hold("a.safetensors", "killed")
+    locks.release_all()
+    looks = expiry.exists
+    locks = ObjectLocks(tmp_path)
+
+    def after(store, name):
+        found = looks(store, name)
+        if event == "made again":  # gc holds the lock of the file that a client removes
+            lock.unlink()
+            locks.hold("a.safetensors", "r")
+        return found
+
+    monkeypatch.setattr(expiry, "exists", after)
+    if event == "stored":
+        put(store, "a", {})
+    elif event == "opened":
+        locks.hold("a.safetensors", "r")
+    assert not expiry.remove_lock(store, lock.name)
+    assert lock.exists()
+    locks.release_all()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_gc_leaves_lock_files_with_an_error_and_ends_in_a_store_that_is_down(tmp_path, monkeypatch, capsys, count):
+    for i in range(count):
+        (tmp_path / f"{i}.safetensors.lock").touch()
+        os.utime(tmp_path / f"{i}.safetensors.lock", (1000, 1000))
+
+    def fails(*_):
+        raise Unavailable("expected the store's answer, got none")
+
+    monkeypatch.setattr(expiry, "exists", fails)
+    code, output = _gc(monkeypatch, capsys, tmp_path)
+    assert (code != 0) == (count == 3)
+    if code == 0:
+        assert json.loads(output.out)["in_use"] == ["0.safetensors.lock", "1.safetensors.lock"]
 
 
 def test_a_lock_file_with_an_error_stops_no_gc(prefix, monkeypatch, capsys, caplog):
