@@ -28,7 +28,7 @@ from hsx_dist.format.presence import exists
 from hsx_dist.format.segments import SegmentProof
 from hsx_dist.page import Segment
 from hsx_dist.reading.arrays import Framework
-from hsx_dist.reading.object_lock import shared_lock
+from hsx_dist.reading.object_lock import LockAppeared, shared_lock
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Layers, Sample, Tokens
 from hsx_dist.store import Store, open_store
@@ -41,6 +41,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 #: Errors that a later try may not raise: the object may be replaced, a sample or its marker may be stored, or the
 #: store may recover.
 WORTH_WAITING = (NotFound, SampleConflict, SampleNotFound, Unavailable)
+#: Errors after which a second read follows at once: the object may have been replaced during the first.
+READ_AGAIN = (FormatError, LockAppeared)
 _T = TypeVar("_T")
 
 
@@ -150,7 +152,7 @@ def load_object(
     def look() -> dict[str, Any]:
         try:
             return load()
-        except FormatError:  # the object may have been replaced between two requests: read it once more
+        except READ_AGAIN:
             return load()
 
     return _wait_for(look, wait)

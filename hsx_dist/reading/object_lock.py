@@ -25,6 +25,10 @@ _NO_LOCK = frozenset(
 )
 
 
+class LockAppeared(Unavailable):
+    """The lock file was missing before a read, and exists after it: read again, under the lock."""
+
+
 @contextmanager
 def shared_lock(root: str, name: str) -> Iterator[None]:
     """Hold the lock of the object ``name`` in the folder ``root`` shared, if there is one. Never waits.
@@ -34,6 +38,7 @@ def shared_lock(root: str, name: str) -> Iterator[None]:
     Raises:
         NotFound: a server holds the lock, so the object is not yet the result of its latest request.
         Denied: this user may not read the lock file.
+        LockAppeared: there is a lock file only after the body. What the body found may be of an earlier request.
         Unavailable: it is not known whether a server holds the lock.
     """
     fd, answer = _take(root, name), None
@@ -45,6 +50,9 @@ def shared_lock(root: str, name: str) -> Iterator[None]:
         if fd is None:
             # The mount may have been gone at the first look, and back when the store tried the read again.
             fd = _take(root, name)
+            if fd is not None:  # a server may have held it during the body
+                where = lock_name(f"{root}/{name}")
+                raise LockAppeared(f"{where}: expected no new lock file during a read, got one. Read again") from answer
         if answer is not None:
             raise answer
     finally:

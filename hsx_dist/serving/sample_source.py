@@ -13,7 +13,7 @@ from hsx_dist.errors import FormatError, HsxError, Unavailable
 from hsx_dist.format.expires import expires_by
 from hsx_dist.format.markers import OBJECT
 from hsx_dist.page import object_name
-from hsx_dist.reading.load import FIRST_PAUSE, LONGEST_PAUSE, WORTH_WAITING, object_sample
+from hsx_dist.reading.load import FIRST_PAUSE, LONGEST_PAUSE, READ_AGAIN, WORTH_WAITING, object_sample
 from hsx_dist.serving.refusals import Refusal, refusal_of
 from hsx_dist.serving.states_file import Range, StatesFile
 from hsx_dist.store import Store, open_store
@@ -164,7 +164,7 @@ class SampleSource:
                 with object_sample(self._store, name, key, identity=identity) as sample:
                     file = StatesFile(sample, wanted)
                 break
-            except FormatError:  # also if the object was replaced between two of the requests to the store
+            except READ_AGAIN:
                 if last:
                     raise
         if expires_by(file.meta, time.time()):

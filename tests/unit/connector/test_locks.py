@@ -13,12 +13,20 @@ import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load as load_safetensors
+from safetensors.numpy import save
 
 from hsx_dist.connector import locks as locks_module
+from hsx_dist.connector.connector_config import ConnectorConfig
 from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.errors import Denied, NotFound, SampleFailed, Unavailable
-from hsx_dist.reading.object_lock import exclusive_lock, shared_lock
+from hsx_dist.reading import load
+from hsx_dist.reading.object_lock import LockAppeared, exclusive_lock, shared_lock
+from hsx_dist.serving.sample_source import SampleSource
+from hsx_dist.serving.states_file import Range
+from hsx_dist.store import open_store
 from tests.unit.open_files import open_files
 
 
@@ -531,8 +539,46 @@ def test_a_read_that_began_while_the_mount_was_gone_ends_if_a_server_holds_the_l
         read()
     root.rename(away)
     locks.release("r", stored=True)
-    with pytest.raises(SampleFailed) if failed else nullcontext():
+    with pytest.raises(LockAppeared) as raised:  # the server may have held it while the object was read
         read()
+    assert isinstance(raised.value.__cause__, SampleFailed if failed else type(None))
+
+
+@pytest.mark.parametrize(
+    ("reader", "earlier"), [("load", "sample"), ("load", "failure"), ("load", "none"), ("look", "failure")]
+)
+def test_a_read_during_which_a_lock_file_appears_returns_the_later_object(tmp_path, monkeypatch, reader, earlier):
+    """At the first look the mount was gone, or the lock file was not made yet."""
+    store, locks = open_store(str(tmp_path)), ObjectLocks(tmp_path)
+    place, call = (load.Sample, "load") if earlier == "sample" else (load, "_sample_in_object")
+    read = getattr(place, call)
+
+    def put(value):
+        states = {"hidden_states": np.full((4, 1, 8), value, np.float32), "token_ids": np.arange(4)}
+        store.put("a.safetensors", [save(states)])
+
+    def then_a_server_stores(*args, **options):
+        try:
+            return read(*args, **options)
+        finally:
+            if not (tmp_path / "a.safetensors.lock").exists():
+                locks.hold("a.safetensors", "r")
+                put(2)
+                store.delete("a.error.json")
+                locks.release("r", stored=True)
+
+    if earlier == "sample":
+        put(1)
+    elif earlier == "failure":
+        (tmp_path / "a.error.json").write_text('{"key": "a", "error": "recorded by an earlier request"}')
+    monkeypatch.setattr(place, call, then_a_server_stores)
+    if reader == "load":
+        found = load.load_object(store, "a.safetensors", framework="numpy")["hidden_states"]
+        assert found.min() == 2
+    else:
+        file = SampleSource(ConnectorConfig(output=str(tmp_path))).look("a", Range())
+        pieces = b"".join(bytes(file.piece(i)) for i in range(len(file)))
+        assert load_safetensors(pieces)["hidden_states"].min() == 2
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
