@@ -54,6 +54,12 @@ class _Lock:
     holders: set[str] = field(default_factory=set)
     going: bool = False  # the last holder's thread is checking whether to remove the file
     stored: bool = False  # an object was stored under this lock: the file stays
+    #: Locks on earlier files, which another program removed. Readers that opened them still wait.
+    removed: list[int] = field(default_factory=list)
+
+    def close(self) -> None:
+        for fd in (self.fd, *self.removed):
+            close_lock(fd)
 
 
 class _TooManyLocks(OSError):
@@ -68,6 +74,7 @@ class ObjectLocks:
         # Such a folder is not made again: its mount may be gone.
         self._made = os.path.isdir(folder)  # noqa: PTH112 - ``Path.is_dir`` raises the errors of a mount
         self._held: dict[str, _Lock] = {}
+        self._removed = 0  # number of ``_Lock.removed`` of all locks
         #: Holder → name, from the holder's ``ask`` to its release, also while its lock is not held.
         self._names: dict[str, str] = {}
         self._mutex = threading.Lock()  # ``release`` never holds it during file system calls: steps wait for ``hold``
@@ -180,9 +187,37 @@ class ObjectLocks:
                 taken = self._open(name, last=last)
                 if taken is None:
                     return False
-                lock = self._held[name] = _Lock(*taken)
+                self._held[name] = _Lock(*taken, holders={holder})
+                return True
             lock.holders.add(holder)
-            return True
+            # ``release`` makes the file again if it has just removed it.
+            return lock.going or not lock.held or self._has_name(name, lock) or self._make_again(name, lock, last=last)
+
+    def _make_again(self, name: str, lock: _Lock, *, last: bool) -> bool:
+        """Lock a new file, because another program removed the file. Returns whether no further try is needed.
+
+        Without it, readers of a new request would find no lock.
+        """
+        self._check_room()
+        taken = self._open(name, last=last)
+        if taken is None:
+            return False
+        lock.removed.append(lock.fd)
+        self._removed += 1
+        lock.fd, lock.held = taken
+        return True
+
+    def _has_name(self, name: str, lock: _Lock) -> bool:
+        """Whether a file of the lock has its name. vLLM's ``cleanup_hidden_states`` removes files of held locks too.
+
+        True also on a file system error.
+        """
+        folder, _, last = lock_name(name).rpartition("/")
+        try:
+            with opened(self._folder, folder, own_links=True) as place:
+                return any(is_at(fd, place, last) for fd in (lock.fd, *lock.removed))  # a mount may be back
+        except OSError as e:
+            return not isinstance(e, FileNotFoundError)
 
     def _check_room(self) -> None:
         """Check the number of open lock files.
@@ -192,13 +227,14 @@ class ObjectLocks:
         """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = limit // 2 if limit != resource.RLIM_INFINITY else sys.maxsize
-        if len(self._held) >= most:
+        files = len(self._held) + self._removed
+        if files >= most:
             raise _TooManyLocks(
                 errno.EMFILE,
                 f"expected at most {most} open lock files (half of RLIMIT_NOFILE), got one more. Readers of this "
                 "sample must poll. Raise ulimit -n",
             )
-        if len(self._held) < most // 2:
+        if files < most // 2:
             self._short = False
 
     def pass_on(self, holder: str, to: str) -> None:
@@ -235,13 +271,15 @@ class ObjectLocks:
                     return
                 empty = empty and not lock.stored  # a new request may have stored an object and ended
             if empty and lock.held:
-                self._remove(name, lock.fd)
+                for fd in (lock.fd, *lock.removed):
+                    self._remove(name, fd)
             with self._mutex:
                 if self._held.get(name) is not lock:
                     return  # ``release_all`` has closed it
                 if not lock.holders:
                     del self._held[name]
-                    close_lock(lock.fd)
+                    self._removed -= len(lock.removed)
+                    lock.close()
                     return
                 if not empty:
                     lock.going = False
@@ -279,7 +317,7 @@ class ObjectLocks:
             return  # a file system call hangs: the process's end releases the locks instead
         with self._mutex:
             for lock in self._held.values():
-                close_lock(lock.fd)
+                lock.close()
             self._held.clear()
             self._names.clear()
 

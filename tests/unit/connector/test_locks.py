@@ -581,6 +581,67 @@ def test_a_read_during_which_a_lock_file_appears_returns_the_later_object(tmp_pa
         assert load_safetensors(pieces)["hidden_states"].min() == 2
 
 
+def test_a_request_that_joins_a_lock_without_its_file_makes_a_new_file(tmp_path):
+    """vLLM's ``cleanup_hidden_states`` removes the lock file of a request that still runs."""
+    path, locks = tmp_path / "a.safetensors.lock", ObjectLocks(tmp_path)
+    locks.hold("a.safetensors", "r1")
+    kept = tmp_path / "kept"
+    os.link(path, kept)  # a reader of the first request has the file open
+    path.unlink()
+    locks.ask("a.safetensors", "r2")
+    locks.wait()
+    assert is_held(path)
+    locks.hold("a.safetensors", "r3")  # the new file is there
+    assert len(locks._held["a.safetensors"].removed) == locks._removed == 1
+    for holder in ("r2", "r1"):
+        locks.release(holder, stored=False)
+        assert is_held(path)
+        assert is_held(kept)
+    locks.release("r3", stored=False)
+    assert not path.exists()
+    assert not is_held(kept)
+    assert locks._removed == 0
+    locks.release_all()
+
+
+def test_a_removed_lock_file_that_is_back_is_not_made_again(tmp_path):
+    """The mount was gone when the second request began."""
+    root, away = tmp_path / "mount", tmp_path / "away"
+    root.mkdir()
+    locks = ObjectLocks(root)
+    locks.hold("a", "r1")
+    root.rename(away)
+    with pytest.raises(FileNotFoundError):
+        locks.hold("a", "r2")
+    root.mkdir()  # the folder of the disk below the mount
+    locks.hold("a", "r3")
+    assert is_held(root / "a.lock")
+    root.rename(tmp_path / "below")
+    away.rename(root)
+    locks.hold("a", "r4")
+    assert len(locks._held["a"].removed) == 1
+    for i in range(1, 5):
+        assert is_held(root / "a.lock")
+        locks.release(f"r{i}", stored=False)
+    assert list(root.iterdir()) == []
+    locks.release_all()
+
+
+def test_removed_lock_files_count_as_open_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+    path, locks = tmp_path / "a.lock", ObjectLocks(tmp_path)
+    for i in range(4):
+        locks.hold("a", f"r{i}")
+        path.unlink()
+    with pytest.raises(OSError, match="half of RLIMIT_NOFILE"):
+        locks.hold("a", "r4")
+    for i in range(5):  # the last request has the lock nevertheless, for the readers that have its file open
+        assert "a" in locks._held
+        locks.release(f"r{i}", stored=False)
+    assert locks._held == {}
+    locks.release_all()
+
+
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
 def test_a_file_system_without_locks_has_no_lock_of_an_object(tmp_path, monkeypatch, number):
     def fails(*_args):
