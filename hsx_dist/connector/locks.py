@@ -393,6 +393,8 @@ def _open_file(place: int, name: str, flags: int = 0) -> int:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "expected a regular file as lock file, got another kind of file", name)
+        if found.st_size:  # a client chose the name of another program's file, such as uv.lock
+            raise OSError(errno.EINVAL, "expected an empty lock file, got a file of another program", name)
     own = (
         found.st_uid == os.geteuid() and found.st_nlink == 1
     )  # else another user may have linked this user's file here

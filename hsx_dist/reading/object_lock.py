@@ -64,8 +64,9 @@ def shared_lock(root: str, name: str) -> Iterator[None]:
 def exclusive_lock(root: str, name: str) -> Iterator[Callable[[], bool] | None]:
     """Hold the lock of the object ``name`` in the folder ``root`` exclusively. Never waits.
 
-    Yields None if there is no lock file. Else a function: whether the file still has its name. Call it before you
-    remove the file: another program may have removed it, and a server may hold a new file of that name.
+    Yields None if there is no lock file. Else a function: whether the file still has its name, and is empty. Call it
+    before you remove the file: another program may have removed it, and a server may hold a new file of that name. A
+    file with content is of another program, such as ``uv.lock``.
 
     Raises:
         NotFound: a server or a reader holds the lock.
@@ -74,17 +75,17 @@ def exclusive_lock(root: str, name: str) -> Iterator[Callable[[], bool] | None]:
     """
     fd = _take(root, name, alone=True)
     try:
-        yield None if fd is None else partial(_has_name, root, name, fd)
+        yield None if fd is None else partial(_is_removable, root, name, fd)
     finally:
         if fd is not None:
             close_lock(fd)
 
 
-def _has_name(root: str, name: str, fd: int) -> bool:
+def _is_removable(root: str, name: str, fd: int) -> bool:
     folder, _, last = lock_name(name).rpartition("/")
     try:
         with opened(root, folder, search=True) as parent:
-            return is_at(fd, parent, last)
+            return os.fstat(fd).st_size == 0 and is_at(fd, parent, last)
     except OSError:
         return False
 

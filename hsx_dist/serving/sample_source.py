@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from hsx_dist.connector.connector_config import ConnectorConfig
-from hsx_dist.errors import FormatError, HsxError, Unavailable
+from hsx_dist.errors import FormatError, HsxError, SampleNotFound, Unavailable
 from hsx_dist.format.expires import expires_by
 from hsx_dist.format.markers import OBJECT
 from hsx_dist.page import object_name
@@ -161,7 +161,9 @@ class SampleSource:
         name = object_name(key) + OBJECT
         for last in (False, True):
             try:
-                with object_sample(self._store, name, key, identity=identity) as sample:
+                with object_sample(self._store, name, identity=identity) as sample:
+                    if sample.key not in (key, object_name(key)):  # a file of another program has no key
+                        raise SampleNotFound(f"{name}: expected sample {key!r}, got {sample.key!r}. Check the key")
                     file = StatesFile(sample, wanted)
                 break
             except READ_AGAIN:

@@ -473,6 +473,23 @@ def test_a_file_that_another_user_linked_in_the_place_of_a_lock_keeps_its_mode(t
     assert command.stat().st_mode & 0o7777 == 0o4755
 
 
+def test_another_programs_file_is_not_used_as_a_lock_file(tmp_path, caplog):
+    """A client may choose the path ``uv``, whose lock would be ``uv.lock``."""
+    file = tmp_path / "uv.lock"
+    file.write_text("version = 1")
+    file.chmod(0o644)
+    locks = ObjectLocks(tmp_path)
+    with pytest.raises(OSError, match="expected an empty lock file"):
+        locks.hold("uv", "request")
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("version = 1", 0o644)
+    locks.ask("uv", "later")
+    locks.wait()
+    locks.release("later", stored=False)
+    locks.release_all()
+    assert file.read_text() == "version = 1"
+    assert "file of another program" in caplog.text
+
+
 def test_a_lock_file_without_read_permission_raises_an_error_with_advice(tmp_path, monkeypatch):
     """Without the lock a reader could get an earlier request's sample, and ``hsx gc`` could delete one in use."""
 

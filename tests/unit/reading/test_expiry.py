@@ -358,6 +358,15 @@ def test_objects_locked_by_a_server_or_a_reader_are_kept(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_another_programs_file_with_the_name_of_a_lock_stays(tmp_path):
+    """Another user may store an expired object whose lock would have the name of this user's file."""
+    store = open_store(str(tmp_path))
+    put(store, "uv", {"expires": 1000})
+    (tmp_path / "uv.safetensors.lock").write_text("version = 1")
+    assert remove(store, "uv.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["uv.safetensors.lock"]
+
+
 def test_a_lock_file_that_a_server_makes_during_a_delete_stays(tmp_path, monkeypatch):
     put(open_store(str(tmp_path)), "old", {"expires": 1000})
     lock, locks = tmp_path / "old.safetensors.lock", ObjectLocks(tmp_path)
