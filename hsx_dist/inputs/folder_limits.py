@@ -65,7 +65,7 @@ class ZipFolders:
                     f"{head(member.filename, 200)!r} of {member.file_size} bytes. Write it as a file"
                 )
             no_name = next((i for i, step in enumerate(steps) if step in (".", "..")), None)
-            if name.startswith("zip://"):
+            if name.startswith(("zip://", "zip::")):
                 no_name = 0  # fsspec opens the member without this beginning
             if no_name is not None:
                 folder = "/".join(steps[:no_name]).rstrip("/")

@@ -17,7 +17,8 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.zip import ZipFileSystem
 
-from hsx_dist.config import InputConfig, public_url
+from hsx_dist.config import HIDDEN, InputConfig, public_url
+from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.names import MAX_LABEL
 from hsx_dist.inputs.bucket_folders import BucketFolders
@@ -81,6 +82,11 @@ def find_input(config: InputConfig) -> Input:
 
 def _find(config: InputConfig, shown: str) -> Input:
     fs, path = file_system(config, shown)
+    if is_web(fs) and hide_secrets(name_of(fs, path)) == HIDDEN:
+        raise ConfigError(
+            "input.path: expected a file whose name has no credential, got a URL whose path seems to have one, such as "
+            "a token as its last step. Keys of rows begin with that name. Copy the file to a folder"
+        )
     if isinstance(fs, ZipFileSystem):
         fs = ZipFolders(fs)
     elif in_bucket(fs):

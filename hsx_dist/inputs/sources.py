@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
-from zipfile import ZIP_DEFLATED, ZIP_STORED
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 import fsspec
 from fsspec.implementations import cache_metadata
@@ -46,7 +46,8 @@ ARCHIVES = frozenset({".zip", ".tar", ".7z", ".rar", ".lz4", ".sz", ".snappy", "
 #: fsspec cannot open these in bounded memory: tarfile reads as much as a header claims, and references name any file.
 _UNBOUNDED = ARCHIVE_SCHEMES - {"zip"}
 #: Links that may be before another link. Others of fsspec run code elsewhere (dask), or hide what they read.
-_LINKS = LISTED_CACHES | {"zip", "simplecache"}
+_CACHES = LISTED_CACHES | {"simplecache"}
+_LINKS = _CACHES | {"zip"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +193,32 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     fs = with_store_checks(fs)
     if (members := _zip_file(fs)) is not None:
         check_fetched(innermost(fs).fo, shown, in_order=False)
+        _require_copy(config.path, options, members, shown)
         refuse_joined_zip(members)
     return fs, path
+
+
+def _require_copy(path: str, options: Mapping[str, Any], members: ZipFile, shown: str) -> None:
+    """Raise an error if the zip file is a cache's copy that has not the size of the file in the store.
+
+    Raises:
+        Unavailable: the sizes differ.
+        ConfigError: the store does not state the size.
+    """
+    _, *others = path.split("::")
+    schemes = [link.partition("://")[0] for link in others]
+    if _CACHES.isdisjoint(schemes):
+        return
+    url = "::".join(others)
+    given = checked_options(url, {scheme: options[scheme] for scheme in schemes if scheme in options})
+    store, name = fsspec.core.url_to_fs(url, **bounding_answers(url, given))
+    size = file_info(store, name).get("size")
+    if size is None or members.fp is None:
+        raise ConfigError(
+            f"input.path: expected a server that states the size of {shown}, got none behind the link of a cache. "
+            "Remove the link such as simplecache:: before the URL"
+        )
+    require_size(members.fp, shown, size)
 
 
 def _opened(path: str, options: Mapping[str, Any], shown: str) -> tuple[Any, str]:

@@ -94,7 +94,8 @@ def check_stream(file: Any, shown: str, size: int | None) -> None:
             f"expected {shown}, got another answer of its server (status {answer.status}, type "
             f"{head(str(answer.content_type), 50)}). Try again: stored rows are skipped"
         )
-    is_chunked = answer.headers.get("Transfer-Encoding", "").lower().endswith("chunked")
+    codings = answer.headers.getall("Transfer-Encoding", [])
+    is_chunked = [coding.strip(" \t").lower() for coding in codings] == ["chunked"]  # else aiohttp may decode no chunks
     if size is None and answer.content_length is None and not is_chunked:
         raise ConfigError(
             f"input.path: expected an answer with Content-Length or in chunks, got one whose end is not stated at "

@@ -28,6 +28,8 @@ _CREDENTIALS = frozenset(
 )
 #: Options that name the file that a link reads, in place of the URL. ``bounding_answers`` does not see them.
 _NAMES = frozenset({"fo", "fs", "protocol", "target_options", "target_protocol"})
+#: Options with which a cache may give files of different folders one copy.
+_NAMES_OF_COPIES = frozenset({"cache_mapper", "same_names"})
 _EMULATOR = "STORAGE_EMULATOR_HOST"
 #: Schemes of local files.
 LOCAL = ("file", "local")
@@ -40,8 +42,9 @@ def checked_options(url: str, options: Mapping[str, Any] | None) -> dict[str, An
     In the result the options of the first link of a chain are at the top. Those of others are in mappings by scheme.
 
     Raises:
-        ConfigError: a credential is no text, a flag is a text, or an option names a file in place of the URL. Or an
-            endpoint has a user or a password, also in the environment. The message has no value.
+        ConfigError: a credential is no text, a flag is a text, or an option names a file in place of the URL, or the
+            copies of a cache. Or an endpoint has a user or a password, also in the environment. The message has no
+            value.
     """
     result = dict(_mapping("storage_options", options))
     first, *others = ["file"] if is_local(url) else [link.partition("://")[0] for link in url.split("::")]
@@ -83,6 +86,11 @@ def _check(name: str, options: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{name}.{named[0]}: expected it to be absent, got a value: only the URL names the file. Name it "
             "there, such as zip://NAME::URL"
+        )
+    if named := sorted(option for option in _NAMES_OF_COPIES & options.keys() if options[option] not in (None, False)):
+        raise ConfigError(
+            f"{name}.{named[0]}: expected it to be absent, got a value: files of one name in different folders would "
+            "share a copy, and one would have the rows of another. Remove it"
         )
     client = _mapping(f"{name}.client_kwargs", options.get("client_kwargs"))
     for within, mapping in {name: options, f"{name}.client_kwargs": client}.items():

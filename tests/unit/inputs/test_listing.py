@@ -409,14 +409,15 @@ def test_a_member_with_such_a_step_refuses_only_listings_that_meet_it(tmp_path: 
             read(f"zip://{pattern}::{tmp_path}/in.zip")
 
 
+@pytest.mark.parametrize("link", ["zip://", "zip::"])
 @pytest.mark.parametrize("pattern", ["", "**/*.jsonl"])
 @pytest.mark.usefixtures("in_process")
-def test_a_member_that_fsspec_opens_by_another_name_is_refused(tmp_path: Path, pattern: str) -> None:
+def test_a_member_that_fsspec_opens_by_another_name_is_refused(tmp_path: Path, pattern: str, link: str) -> None:
     """fsspec opens ``a.jsonl`` for ``zip://a.jsonl``. Its rows would be read twice, and others not."""
     with zipfile.ZipFile(tmp_path / "in.zip", "w") as file:
         file.writestr("a.jsonl", '{"text": "a"}')
-        file.writestr("zip://a.jsonl", '{"text": "b"}')
-    with pytest.raises(ConfigError, match=r"got the member 'zip://a\.jsonl'"):
+        file.writestr(f"{link}a.jsonl", '{"text": "b"}')
+    with pytest.raises(ConfigError, match=rf"got the member '{link}a\.jsonl'"):
         read(f"zip://{pattern}::{tmp_path}/in.zip")
 
 

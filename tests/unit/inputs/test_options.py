@@ -119,6 +119,21 @@ def test_the_options_of_each_link_are_checked(
 
 
 @pytest.mark.parametrize("configured", [False, True])
+@pytest.mark.parametrize("option", ["same_names", "cache_mapper"])
+@pytest.mark.parametrize("path", ["simplecache::s3://b/**", "zip://a.jsonl::filecache::s3://b/a.zip"])
+def test_files_of_one_name_share_no_copy_of_a_cache(
+    path: str, option: str, configured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else ``val/0.arrow`` would have the rows of ``train/0.arrow``, if their sizes are equal."""
+    link = "simplecache" if path.startswith("simplecache") else "filecache"
+    if configured:
+        monkeypatch.setitem(conf, link, {option: True})
+    given = {} if configured else {link: {option: True}}
+    with pytest.raises(ConfigError, match=rf"storage_options.*\.{option}: expected it to be absent"):
+        list(read_rows(InputConfig(path=path, storage_options=given)))
+
+
+@pytest.mark.parametrize("configured", [False, True])
 @pytest.mark.parametrize(
     ("path", "options"),
     [

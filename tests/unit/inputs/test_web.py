@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
 from hsx_dist.config import InputConfig, public_url
 from hsx_dist.config.urls import web_path
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.inputs.rows import read_rows
 from hsx_dist.inputs.web import check_web_file
 from tests.harness.http_server import served
@@ -55,10 +56,36 @@ def test_a_cache_does_not_hide_a_page(url: str, cache: str) -> None:
         list(read_rows(InputConfig(path=f"{cache}::{url}/corpus", format="text")))
 
 
+@pytest.mark.parametrize("cache", ["simplecache", "filecache"])
+def test_an_older_copy_of_a_zip_file_is_noticed(url: str, tmp_path: Path, cache: str) -> None:
+    def read(*texts: str) -> list[str]:
+        with ZipFile(tmp_path / "corpus.zip", "w") as file:
+            file.writestr("a.txt", "\n".join(texts))
+        options = {cache: {"cache_storage": str(tmp_path / "copies")}}
+        config = InputConfig(path=f"zip://a.txt::{cache}::{url}/corpus.zip", storage_options=options)
+        return [str(row.text) for row in read_rows(config)]
+
+    assert read("old") == read("old") == ["old"]
+    with pytest.raises(Unavailable, match=r"as its store states, got \d+.*Delete its copy"):
+        read("a new row", "a new row")
+
+
 @pytest.mark.parametrize("chain", ["", "filecache::"])
 def test_a_file_of_a_web_server_is_read(url: str, chain: str) -> None:
     (row,) = read_rows(InputConfig(path=f"{chain}{url}/corpus/a.txt"))
     assert row.key == "a:00000000"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["download/eyJhbGciOiJIUzI1NiJ9.eyJmaWxlIjoxNywiZXhwIjoxOX0.Zm9vYmFyYmF6cXV4", "rows.jsonl&token=S3cr3tV4lue0"],
+)
+@pytest.mark.parametrize("chain", ["", "simplecache::"])
+def test_a_credential_in_the_path_of_a_url_becomes_no_part_of_keys(url: str, chain: str, name: str) -> None:
+    with pytest.raises(ConfigError, match="expected a file whose name has no credential") as told:
+        list(read_rows(InputConfig(path=f"{chain}{url}/{name}")))
+    assert "Zm9v" not in str(told.value)
+    assert "S3cr3t" not in str(told.value)
 
 
 @pytest.mark.parametrize("url", ["http://h", "http://h/", "https://h/corpus/"])

@@ -22,6 +22,7 @@ import pytest
 import zstandard
 from fsspec.implementations.http import HTTPFileSystem
 from fsspec.spec import AbstractBufferedFile
+from multidict import CIMultiDict
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, Unavailable
@@ -296,6 +297,17 @@ def test_a_chunked_stream_that_breaks_off_is_refused(in_process: None) -> None:
 
     with served(Handler) as url, pytest.raises(Unavailable, match="got ClientPayloadError"):
         list(read_rows(InputConfig(path=f"{url}/a.txt")))
+
+
+@pytest.mark.parametrize(
+    "codings", [["x-chunked"], ["chunked", "gzip"], ["chunked", "identity"], ["identity;chunked"], ["foo=chunked"]]
+)
+def test_a_coding_that_only_looks_like_chunked_states_no_end(codings: list[str]) -> None:
+    """aiohttp reads until the connection ends, and so until it breaks off."""
+    headers = CIMultiDict([("Transfer-Encoding", coding) for coding in codings])
+    answer = SimpleNamespace(status=200, content_type="text/plain", content_length=None, headers=headers)
+    with pytest.raises(ConfigError, match="got one whose end is not stated"):
+        check_stream(SimpleNamespace(r=answer), "x", None)
 
 
 @pytest.mark.parametrize(
