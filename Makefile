@@ -26,12 +26,13 @@ check: $(READY)  ## lint, format, types, language, quick unit tests: about two m
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n 2 -m "not slow" tests/unit
+	$(BIN)/pytest -q -n 2 -m "not slow and not soak" tests/unit
 
 test: $(READY)  ## all tests with real vLLM, Ray, S3 and GCS servers: half an hour to an hour
-	$(BIN)/pytest -q -n 2 tests/unit
+	$(BIN)/python -m compileall -q $(SOURCES)  # with PYTHONDONTWRITEBYTECODE set, each child process would compile them again
+	$(BIN)/pytest -q -n 2 -m "not soak" tests/unit
 	$(BIN)/python -m scripts.trainers
-	$(BIN)/pytest -n 2 --dist loadfile -m "not pages" tests/integration
+	$(BIN)/pytest -n 2 --dist loadfile -m "not pages and not soak" tests/integration
 
 trainers: $(READY)  ## train with SAELens, dictionary_learning, ModelOpt and SpecForge on our files, in a separate environment
 	$(BIN)/python -m scripts.trainers
@@ -46,12 +47,13 @@ bench-full: $(READY)  ## run the full choice of every benchmark (hours); update 
 pages: $(READY)  ## run the commands and snippets of README and docs/ in order, as a reader would
 	$(BIN)/pytest tests/integration/test_documentation.py
 
-soak: $(READY)  ## long random tests: hostile parts, all points of all models, orders of events, and an hour of killed writers (MINUTES=60)
+soak: $(READY)  ## long random tests: hostile parts, all points of all models, variants of tests, orders of events, and an hour of killed writers (MINUTES=60)
 	$(BIN)/python -m tests.soak.run
 	$(BIN)/python -m tests.soak.points
 	$(BIN)/python -m tests.soak.compiled_taps
 	$(BIN)/python -m tests.soak.smollm2_points
 	HSX_ALL_TAPS=1 $(BIN)/pytest -q tests/integration/test_taps.py
+	$(BIN)/pytest -q -n 2 --dist loadfile -m soak tests/unit tests/integration
 	HSX_PREEMPTIONS=2 $(BIN)/pytest -q -n 2 --timeout 7200 tests/unit/protocol
 	HSX_SEEDS=100 $(BIN)/pytest -q -n 2 --timeout 7200 tests/unit/device
 	$(BIN)/python -m scripts.soak_pool --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json

@@ -95,7 +95,11 @@ def test_a_run_is_read_and_exported_by_rays_tasks(ray_cluster: RayHead, tmp_path
     assert (done.returncode, "expected one of" in done.stderr) == (2, True), done.stderr
 
 
-@pytest.mark.parametrize("address", ["the cluster", None, "", "local"])
+@pytest.mark.parametrize(
+    "address",
+    # tests/unit/jobs/test_connect.py has the last two, which start the same local cluster as None.
+    ["the cluster", None, pytest.param("", marks=pytest.mark.soak), pytest.param("local", marks=pytest.mark.soak)],
+)
 def test_no_process_of_a_command_imports_modules_of_its_working_folder(
     ray_cluster: RayHead, tmp_path: Path, address: str | None
 ) -> None:

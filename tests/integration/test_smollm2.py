@@ -74,7 +74,11 @@ def plan(rows: Path, output: Path, dtype: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(900)  # an engine, transformers and 400 steps of training, on two loaded cores
-@pytest.mark.parametrize(("dtype", "layer_limit", "norm_limit"), [("float32", 1e-3, 1e-3), ("bfloat16", 0.05, 0.08)])
+@pytest.mark.parametrize(
+    ("dtype", "layer_limit", "norm_limit"),
+    # In float32 the stored runs below have this model's states, and tests with exact numbers have all others.
+    [pytest.param("float32", 1e-3, 1e-3, marks=pytest.mark.soak), ("bfloat16", 0.05, 0.08)],
+)
 def test_stored_states_are_those_of_transformers(rows, smollm2_path, tmp_path, dtype, layer_limit, norm_limit):
     said = extract(rows, tmp_path / "run", dtype)
     assert "4 samples against transformers" in said

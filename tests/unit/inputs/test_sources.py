@@ -228,11 +228,11 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_only_a_batch_is_held(tmp_path: Path) -> None:
-    """Fifty times the rows need no more of Arrow's memory."""
+    """Twenty times the rows need no more of Arrow's memory."""
     import pyarrow.parquet as pq
 
     peaks = []
-    for n in (1_000, 50_000):
+    for n in (1_000, 20_000):
         path = tmp_path / f"{n}.parquet"
         schema = pa.schema([("text", pa.string()), ("id", pa.string())])
         with pq.ParquetWriter(path, schema) as writer:
