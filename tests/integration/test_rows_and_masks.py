@@ -64,7 +64,8 @@ def positions(select: str, row: dict[str, Any]) -> list[int]:
     return {"all": list(range(n)), "last": [n - 1], "stride:7": list(range(0, n, 7))}[select]
 
 
-@pytest.mark.parametrize("select", ["all", "last", "stride:7", "loss_mask"])
+# test_connector_bare.py has a request with a stride.
+@pytest.mark.parametrize("select", ["all", "last", pytest.param("stride:7", marks=pytest.mark.soak), "loss_mask"])
 def test_exactly_the_selected_tokens_with_their_mask_and_metadata(model, tmp_path, select):
     settings = {"select": select, "input": {"metadata": ["source"]}}
     run = extract(model, tmp_path / "run", rows(), **settings)
