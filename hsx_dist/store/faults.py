@@ -59,6 +59,8 @@ _BUSY_CODES = frozenset(
 _MISSING_CODES = frozenset(
     {"BlobNotFound", "ContainerNotFound", "NoSuchBucket", "NoSuchKey", "NoSuchVersion", "ResourceNotFound"}
 )
+#: Codes with the status 416 that say that the range begins past the object's end. Azure has S3's.
+_RANGE_CODES = frozenset({"InvalidRange"})
 #: Codes with the status 409 or 412 that say that the condition of a put or a delete does not hold.
 _CONDITION_CODES = frozenset({"BlobAlreadyExists", "ConditionNotMet", "PreconditionFailed", "TargetConditionNotMet"})
 _NO_CREDENTIALS = frozenset(
@@ -205,8 +207,8 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
         return NoBucket(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
     # Such a status proves nothing: proxies and services for credentials answer with it too, perhaps with a code in XML.
     conditional = status in (409, 412) and where.startswith(_CONDITIONAL)
-    known = code in (_MISSING_CODES if status == 404 else _CONDITION_CODES)
-    if (status == 404 or conditional) and not known and (said.of_a_page or any(map(_of_a_page, chain))):
+    known = code in (_MISSING_CODES if status == 404 else _RANGE_CODES if status == 416 else _CONDITION_CODES)
+    if (status in (404, 416) or conditional) and not known and (said.of_a_page or any(map(_of_a_page, chain))):
         return Unavailable(f"{where}: expected the store's answer, got another: {detail}. {_ENDPOINT_HINT}")
     exists = isinstance(error, FileExistsError) or "AlreadyExistsError" in names
     if "PreconditionFailed" in (code, *names) or status == 412 or exists:
@@ -293,7 +295,9 @@ def past_the_end(error: BaseException, where: str) -> bool:
     if said.of_another_service or any(map(_of_another_service_of_aws, chain)):
         return False
     code, status = _code(chain, said)
-    return code in ("InvalidRange", "416") or status == 416 or said.past_the_end
+    # A proxy's page proves nothing. The store's own answer has a known code, or no body.
+    of_a_page = said.of_a_page or any(map(_of_a_page, chain))
+    return code in _RANGE_CODES or (status == 416 and not of_a_page) or said.past_the_end
 
 
 def _said(chain: list[BaseException], where: str) -> ObstoreError:

@@ -252,12 +252,15 @@ def test_a_bucket_in_another_region_is_found(backend):
         region = {"x-amz-bucket-region": "eu-north-1"}
         if "/eu-north-1/" in request.headers.get("authorization", ""):
             return Answer(200, headers=region) if request.method == "HEAD" and request.path == "b" else None
-        return Answer(301, b"<Error><Code>PermanentRedirect</Code></Error>", headers=region)
+        status = 400 if request.method == "HEAD" else 301
+        return Answer(status, b"<Error><Code>PermanentRedirect</Code></Error>", headers=region)
 
     with discard_server(elsewhere) as server:
         store = open_store("s3://b/run", server.storage_options(), backend=backend, retry_seconds=30)
         store.put("a", [b"x"])
         assert store.get("a") == b"x"
+        another = open_store("s3://b/run", server.storage_options(), backend=backend, retry_seconds=30)
+        assert another.head("a").size == 1
 
 
 def test_a_bucket_in_another_region_raises_an_error_that_names_the_region(clean):
