@@ -167,9 +167,14 @@ class Receipt:
             ) from e
 
 
+def begins_receipt(data: bytes) -> bool:
+    """Whether ``data`` begins like a stored receipt, of any version."""
+    return data.startswith(_BEFORE_CRC) and data[_HEADER - len(_AFTER_CRC) : _HEADER] == _AFTER_CRC
+
+
 def _open(data: bytes, where: str) -> _Json:
     """The body. Its checksum is verified before it is parsed."""
-    if not (data.startswith(_BEFORE_CRC) and data[_HEADER - len(_AFTER_CRC) : _HEADER] == _AFTER_CRC):
+    if not begins_receipt(data):
         raise FormatError(
             f"{where}: expected a receipt, which begins with {_BEFORE_CRC.decode()!r}, got {data[:24]!r}. It was not "
             "written by hsx_dist, or is damaged. Restore it"

@@ -19,13 +19,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
-from hsx_dist.errors import AlreadyExists, Fenced, FormatError, HsxError, IntegrityError, ObjectsMissing
+from hsx_dist.errors import AlreadyExists, Fenced, FormatError, HsxError, IntegrityError, ObjectsMissing, Unavailable
 from hsx_dist.format.byte_budget import ByteBudget
 from hsx_dist.format.description import MAX_HEADER_BYTES
-from hsx_dist.format.json_objects import get_json, get_small, holds_json
+from hsx_dist.format.json_objects import get_small, holds_json
 from hsx_dist.format.names import LARGEST_NUMBER, closed_name, parse_part_name, parse_receipt_name, receipt_name
 from hsx_dist.format.presence import exists
-from hsx_dist.format.receipt import Receipt
+from hsx_dist.format.receipt import Receipt, begins_receipt
 from hsx_dist.store import ObjectInfo, Store
 
 #: An attempt and one of its writers.
@@ -59,6 +59,7 @@ class ReceiptLog:
         Raises:
             Fenced: the attempt is closed, or the log is sealed. Nothing is stored, now or later.
             StoreError: raised by the store. The receipt may be stored nevertheless.
+            Unavailable: an answer is neither a receipt nor a seal, such as a gateway's page. It may hide a seal.
         """
         with self._lock:
             # Seals stop only writers that had stored an object when the attempt was closed. This stops all others.
@@ -74,11 +75,16 @@ class ReceiptLog:
                     self._store.put_if_absent(name, body)
                     found = body
                 except AlreadyExists:
-                    found = get_json(self._store, name, _LARGEST_RECEIPT)
+                    found = get_small(self._store, name, _LARGEST_RECEIPT)
                 if found.startswith(_SEAL):
                     raise Fenced(
                         f"{self._store.url}/{name}: expected no object, got a seal ({_who(found)}): this writer stores "
                         "nothing more. Start the run again to resume it"
+                    )
+                if not begins_receipt(found):
+                    raise Unavailable(
+                        f"{self._store.url}/{name}: expected a receipt or a seal, got other bytes. Check that the "
+                        "store answers"
                     )
                 # Another body is an earlier receipt of this log, whose put succeeded although the store raised.
                 self._next += 1

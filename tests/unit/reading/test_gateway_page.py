@@ -24,19 +24,20 @@ from tests.unit.format.test_receipt_log import receipt
 from tests.unit.writers.small_samples import options, pages
 
 PAGE = b"<html>back soon</html>"
+JSON_PAGE = b'{"message": "back soon"}'
 
 
 class PagedOnce(WrappedStore):
-    """The first get of a name that begins with ``prefix`` returns a page."""
+    """The first get of a name that begins with ``prefix`` returns ``page``."""
 
-    def __init__(self, inner: Store, prefix: str) -> None:
+    def __init__(self, inner: Store, prefix: str, page: bytes = PAGE) -> None:
         super().__init__(inner)
-        self._left = [prefix]
+        self._left, self._page = [prefix], page
 
     def get(self, name: str, most: int | None = None) -> bytes:
         if self._left and name.startswith(self._left[0]):
             self._left.clear()
-            return PAGE
+            return self._page
         return super().get(name, most)
 
 
@@ -83,11 +84,13 @@ def test_a_gateways_page_is_no_marker(served: MemoryStore, marker: str) -> None:
         load_object(served, name)
 
 
-def test_a_gateways_page_hides_no_seal() -> None:
+@pytest.mark.parametrize("page", [PAGE, JSON_PAGE])
+def test_a_gateways_page_hides_no_seal(page: bytes) -> None:
+    """Otherwise the writer stores the next receipt behind the seal, where no reader counts it."""
     store = MemoryStore()
     seal_logs(store, {(1, "w"): 0}, "gc")
-    log = ReceiptLog(PagedOnce(store, receipt_name(1, "w", 1)), 1, "w")
-    with pytest.raises(Unavailable):
+    log = ReceiptLog(PagedOnce(store, receipt_name(1, "w", 1), page), 1, "w")
+    with pytest.raises(Unavailable, match="expected a receipt or a seal, got other bytes"):
         log.append(receipt("a"))
     with pytest.raises(Fenced):
         log.append(receipt("a"))
