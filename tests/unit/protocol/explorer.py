@@ -105,6 +105,22 @@ class SteppedStore:
         self._call("delete", name, lambda: self._inner.delete(name))
 
 
+class ConditionalSteppedStore(SteppedStore):
+    """Has conditional puts, as most stores. They add calls, so only actors that need them use this store."""
+
+    def __init__(self, store: SteppedStore):
+        super().__init__(store._inner, store._actor)
+
+    def version(self, name: str) -> str:
+        return self._call("version", name, lambda: self._inner.version(name))
+
+    def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
+        return self._call("put_version", name, lambda: self._inner.put_version(name, buffers, version))
+
+    def delete_version(self, name: str, version: str) -> bool:
+        return self._call("delete_version", name, lambda: self._inner.delete_version(name, version))
+
+
 @dataclass
 class Scenario:
     """``prepare(store)`` stores the initial objects. ``actors``: name → the process's function.

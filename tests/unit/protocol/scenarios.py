@@ -37,7 +37,7 @@ from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
 from hsx_dist.writers.committer import PartCommitter
 from tests.harness.runs import RunWriter, whole
-from tests.unit.protocol.explorer import Actor, Scenario, SteppedStore
+from tests.unit.protocol.explorer import Actor, ConditionalSteppedStore, Scenario, SteppedStore
 
 KEYS = ("a", "b")
 
@@ -151,6 +151,13 @@ def removing(root: SteppedStore) -> str:
         return ""
     garbage.remove_run(root, place)
     return str(place.info["id"])
+
+
+def deleting_by_hand_and_driving(root: SteppedStore) -> str:
+    """A user deletes all objects with another program, and starts a run of another model at the same place."""
+    for info in root.list():
+        root.delete(info.name)
+    return str(driving("other", ("a",))(root))
 
 
 def consuming(place: Callable[[Store], Place], keys: Sequence[str]) -> Any:
@@ -466,6 +473,15 @@ SCENARIOS: dict[str, Scenario] = {
         {"rm 1": removing, "rm 2": removing, "driver": driving("other")},
         promise,
         all_rows_are_stored(),
+    ),
+    "a removal, and a driver after a removal by hand": Scenario(
+        remember(begun()),
+        {
+            "rm": lambda root: removing(ConditionalSteppedStore(root)),
+            "driver": deleting_by_hand_and_driving,
+        },
+        promise,
+        all_rows_are_stored(("a",)),
     ),
     "a driver and a removal of its run": Scenario(
         remember(begun()), {"driver": driving("m"), "rm": removing}, promise, the_driver_notices

@@ -128,6 +128,23 @@ def rm_deletes_the_description(m: pytest.MonkeyPatch) -> None:
     m.setattr(garbage, "bury", lambda found: found.root.delete(found.pointer))
 
 
+def rm_replaces_the_description_that_it_finds(m: pytest.MonkeyPatch) -> None:
+    def bury(found: Any) -> None:
+        found.root.put(found.pointer, [place._tombstone(found.id, found.version)])
+
+    m.setattr(garbage, "bury", bury)
+
+
+def rm_replaces_without_a_condition(m: pytest.MonkeyPatch) -> None:
+    """It reads the description again, and then puts the tombstone."""
+
+    def replace(found: Any, body: bytes, _: str | None) -> bool:
+        found.root.put(found.pointer, [body])
+        return True
+
+    m.setattr(place, "_replace", replace)
+
+
 def a_driver_does_not_look_for_a_removal(m: pytest.MonkeyPatch) -> None:
     m.setattr(place.Place, "removed", lambda _: False)
 
@@ -218,6 +235,8 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     gc_believes_the_compacted_manifest: "a late writer of the attempt that completes the run, and gc",
     names_without_a_run_id: "a writer of a removed run, rm, and a driver of another model",
     rm_deletes_the_description: "two removals and a driver",
+    rm_replaces_the_description_that_it_finds: "a removal, and a driver after a removal by hand",
+    rm_replaces_without_a_condition: "a removal, and a driver after a removal by hand",
     a_driver_does_not_look_for_a_removal: "a driver and a removal of its run",
     a_reader_does_not_look_for_a_removal: "a reader and a removal",
     a_driver_does_not_seal: "a writer of the attempt before, and a driver that completes the run without its row",
