@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from hsx_dist.config.urls import check_encodable
 from hsx_dist.errors import Unavailable
 from hsx_dist.store.folders import FOLDER, SEARCH, close
+from hsx_dist.store.mount_id import mount_id
 
 
 class _Witness(NamedTuple):
@@ -30,14 +31,26 @@ class _Witness(NamedTuple):
         return cls(name, found.st_size, found.st_mtime_ns)
 
 
+class _Identity(NamedTuple):
+    device: int
+    inode: int
+    mount: int | None
+
+    @classmethod
+    def of(cls, folder: int) -> _Identity:
+        found = os.fstat(folder)
+        return cls(found.st_dev, found.st_ino, mount_id(folder))
+
+
 class RootFolder:
     """The folder at ``path``, as one store object sees it. Thread-safe.
 
-    Its device and inode are stored when the store is opened, or on the first use if the folder is made later. A mount
-    may have other numbers when it is back, as may a folder of FUSE at any time. So a folder with other numbers is
+    Its device, inode and mount are stored when the store is opened, or on the first use if the folder is made later. A
+    mount has other numbers when it is back, as may a folder of FUSE at any time. So a folder with other numbers is
     accepted if it contains a *witness*: an object that was seen in the known folder, unchanged (``_has``). A store
     without a witness refuses only the folder below the mount: one on another device, which a parent of the known folder
-    had. Another file system at the path can have the same numbers (tmpfs, FUSE), and is not noticed.
+    had. Without ``mount_id`` another file system at the path can have the same numbers (NFS, CIFS, tmpfs, FUSE), and is
+    not noticed. An open folder would keep its device number, but its file system could not be unmounted.
 
     A folder that was seen is never made again.
     """
@@ -45,7 +58,7 @@ class RootFolder:
     def __init__(self, path: Path):
         check_encodable(str(path))
         self.path = path
-        self._identity: tuple[int, int] | None = None
+        self._identity: _Identity | None = None
         self._below: set[int] = set()  # other devices of its parents: of the folder below, if the mount is gone
         #: "first": of a run, usually its description, which stays. "last": the last object that was stored, or read in
         #: a ``ConfinedFolder``. "listed": the last that was listed.
@@ -129,16 +142,16 @@ class RootFolder:
         raise self._gone("none or another one")
 
     def _require_seen(self, folder: int) -> None:
-        found = os.fstat(folder)
-        known, identity = self._identity, (found.st_dev, found.st_ino)
+        known, identity = self._identity, _Identity.of(folder)
         if identity == known:
             return
         if known is not None:
             witnesses = list(self._witnesses.values())
-            same = any(_has(folder, witness, known[0] == identity[0]) for witness in witnesses)
-            if not (same if witnesses else identity[0] not in self._below):
+            same_mount = (known.device, known.mount) == (identity.device, identity.mount)
+            same = any(_has(folder, witness, same_mount) for witness in witnesses)
+            if not (same if witnesses else identity.device not in self._below):
                 raise self._gone("another one")
-        self._below = _devices_above(folder) - {identity[0]}
+        self._below = _devices_above(folder) - {identity.device}
         self._identity = identity
 
     def _gone(self, got: str) -> Unavailable:
@@ -148,17 +161,17 @@ class RootFolder:
         )
 
 
-def _has(folder: int, witness: _Witness, same_device: bool) -> bool:
+def _has(folder: int, witness: _Witness, same_mount: bool) -> bool:
     """Whether the open ``folder`` has the object.
 
     Some file systems (CIFS, FUSE) set the time of change of a stored file once more when it is closed or renamed. So
-    the time counts only on another device, which may be the one below a mount.
+    the time counts only on another device or mount, which may have another run.
     """
     try:
         found = _Witness.of(witness.name, os.stat(witness.name, dir_fd=folder))
     except OSError:
         return False
-    return found.size == witness.size if same_device else found == witness
+    return found.size == witness.size if same_mount else found == witness
 
 
 def _devices_above(folder: int) -> set[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, Unavailable
-from hsx_dist.store import RetryPolicy, RetryStore
+from hsx_dist.store import RetryPolicy, RetryStore, root_folder
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.within import ConfinedFolder
 
@@ -358,3 +360,70 @@ def test_an_unused_store_uses_a_mount_that_is_back_on_another_device(
         store.get("d/new")
     store.put("d/new", [b"1"])
     assert store.get("d/new") == b"1"
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_empty_mount_with_the_same_numbers_is_another_one(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch, use: str
+) -> None:
+    """Linux gives the next mount without a disk the device number of the last one."""
+    store = LocalStore(mount.root)
+    store.get("d/a")
+    shutil.rmtree(mount.root / "d")
+    monkeypatch.setattr(root_folder, "mount_id", lambda _: 1)
+    with pytest.raises(Unavailable, match="got another one"):
+        USES[use](store)
+    assert list(mount.root.iterdir()) == []
+
+
+def test_an_object_of_another_run_does_not_make_its_mount_the_known_one(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(mount.root)
+    store.get("d/a")
+    seen = (mount.root / "d/a").stat()
+    monkeypatch.setattr(root_folder, "mount_id", lambda _: 1)
+    os.utime(mount.root / "d/a", ns=(0, seen.st_mtime_ns + 1))
+    with pytest.raises(Unavailable, match="got another one"):
+        store.put("b", [b"1"])
+    os.utime(mount.root / "d/a", ns=(0, seen.st_mtime_ns))
+    store.put("b", [b"1"])
+
+
+_REMOUNTED = """
+import os, shutil, subprocess, sys
+from pathlib import Path
+from hsx_dist.errors import Unavailable
+from hsx_dist.store.local import LocalStore
+from hsx_dist.store.mount_id import mount_id
+
+root, copy = Path(sys.argv[1], "root"), Path(sys.argv[1], "copy")
+root.mkdir()
+remount = "umount {0}; mount -t tmpfs -o size=1m tmpfs {0}".format(root)
+if subprocess.call(remount, shell=True, stderr=subprocess.DEVNULL) or mount_id(os.open(sys.argv[1], 0)) is None:
+    sys.exit(77)
+(root / "a").write_bytes(b"a")
+store = LocalStore(root)
+assert store.get("a") == b"a"
+shutil.copytree(root, copy)
+subprocess.check_call(remount, shell=True)
+for use in (lambda: store.get("a"), lambda: list(store.list()), lambda: store.put("b", [b"1"])):
+    try:
+        sys.exit(f"expected Unavailable, got {use()}")
+    except Unavailable:
+        pass
+assert os.listdir(root) == []
+shutil.copytree(copy, root, dirs_exist_ok=True)
+store.put("b", [b"1"])
+assert [info.name for info in store.list()] == ["a", "b"]
+"""
+
+
+def test_a_file_system_that_is_mounted_in_the_place_of_another(tmp_path: Path) -> None:
+    argv = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", _REMOUNTED, str(tmp_path)]
+    if shutil.which("unshare") is None:
+        pytest.skip("this machine has no mount namespaces")
+    done = subprocess.run(argv, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=120)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("this machine lets no user mount a file system, or its kernel numbers no mounts")
+    assert done.returncode == 0, done.stderr
