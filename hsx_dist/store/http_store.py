@@ -42,7 +42,7 @@ class HttpStore(FsspecStore):
     _lists_folders = False
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{quote(check_name(name))}"
+        return f"{self._root}/{_quoted(check_name(name))}"
 
     def _call(self, verb: str, name: str, call: Callable[[], T], past_end: T | None = None) -> T:
         answer = super()._call(verb, name, call, past_end)
@@ -91,7 +91,7 @@ class HttpStore(FsspecStore):
                 f"list {self.url}/{prefix}: expected at most {_DEEPEST} folders in one another, got more. Remove links "
                 "to folders above, or copy the run to a folder"
             )
-        url = f"{self._root}{quote(below)}" if below != folder else folder
+        url = f"{self._root}{_quoted(below)}" if below != folder else folder
         longest = self._limit(patience=10 * self._patience)
         page: bytes = self._call("list", prefix, lambda: self._page(url, longest))
         try:
@@ -125,6 +125,11 @@ class HttpStore(FsspecStore):
             return bytes(self._fs.cat_file(url, **limit))
         finally:
             WITHOUT_RANGE.reset(before)
+
+
+def _quoted(name: str) -> str:
+    """Percent-encode a name. Bytes that are not UTF-8 are half surrogate pairs, as in names of files."""
+    return quote(name, errors="surrogateescape")
 
 
 def _links(page: bytes) -> Iterator[tuple[str, str, str]]:
@@ -167,7 +172,7 @@ def _names_in(page: bytes, url: str) -> Iterator[str]:
             if not to.startswith(f"{place}/"):
                 continue
             link = to.removeprefix(f"{place}/")
-        name = unquote(link.removeprefix("./"))
+        name = unquote(link.removeprefix("./"), errors="surrogateescape")  # as ``_quoted``
         # A link may lead out of the folder.
         if not {"", ".", ".."}.intersection(name.removesuffix("/").split("/")) and "\0" not in name:
             yield name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -348,6 +349,17 @@ def test_a_name_is_listed_as_it_was_written(folder: Path, name: str) -> None:
         assert store.head(name).size == 3
         assert [info.name for info in store.list()] == sorted([name, "below/part"])
         assert [info.name for info in store.list(name)] == [name]
+
+
+def test_a_name_that_is_not_utf_8_is_listed_and_read(folder: Path) -> None:
+    """The store lists a name only if the server has its size: a changed name would be left out."""
+    Path(os.fsdecode(os.fsencode(folder / "run/a") + b"\x80")).write_bytes(b"abc")
+    with served(folder, Whole) as store:
+        [name] = [info.name for info in store.list() if info.name != "below/part"]
+        assert store.get(name) == b"abc"
+        assert [info.name for info in store.list(name)] == [name]
+        with pytest.raises(NotFound):
+            store.get(f"{name}\udc80/b")
 
 
 def test_links_that_name_no_object_are_left_out(folder: Path) -> None:
