@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -159,8 +160,9 @@ class Redactor:
     def learn(self, secrets: Collection[str]) -> None:
         """Also remove ``secrets``: credentials that were found after the store was opened."""
         new = {v for v in tuple(secrets) if isinstance(v, str) and len(v) >= 4}
-        # Libraries quote the parts of a URL.
-        values = {*self._secrets, *new, *map(quote, new), *map(quote_plus, new), *(quote(v, safe="") for v in new)}
+        # Libraries quote the parts of a URL. A variable that is not UTF-8 has halves of surrogate pairs.
+        forms = (quote, quote_plus, partial(quote, safe=""))
+        values = {*self._secrets, *new, *(form(v, errors="surrogatepass") for form in forms for v in new)}
         if len(values) > len(self._secrets):
             # Longest first: one secret may be a part of another.
             self._secrets = sorted(values, key=len, reverse=True)

@@ -148,3 +148,9 @@ def test_an_error_that_was_handled_is_gone_at_once(tmp_path: Path) -> None:
         assert [ref() for ref in seen] == [None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("secret", ["\udc80 of bytes", "\ud800 of a text"], ids=["bytes", "text"])
+def test_a_credential_that_is_not_utf_8_is_removed(secret: str) -> None:
+    """Variables of other programs may have such values. The error of their encoding would have the whole value."""
+    assert Redactor({}, {"OTHER_TOKEN": secret})(f"got {secret}") == "got (not shown)"
