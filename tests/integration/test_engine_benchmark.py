@@ -30,7 +30,7 @@ def test_a_short_round_of_ours_and_of_vllms_own(tmp_path):
 def test_captures_are_switched_within_one_engine(tmp_path):
     """Each cell checks by the counters of taps and drafter that each window captured what its mode says."""
     load = "thin/5/prefill/host"
-    argv = ["--loads", load, "--rounds", "1", "--windows", "2", "--seconds", "2", "--results", str(tmp_path)]
+    argv = ["--loads", load, "--rounds", "1", "--windows", "2", "--seconds", "4", "--results", str(tmp_path)]
     argv = [sys.executable, "-m", "benchmarks.engine", *argv]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,5 +1,5 @@
 """Resume a submitted job that loses a replica, a writer, then its driver and its cluster. The same command on another
-cluster ends with exactly the samples that transformers computes. Real Ray jobs, real vLLM, a real S3 server.
+cluster ends with exactly the samples of an undisturbed run. Real Ray jobs, real vLLM, a real S3 server.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import psutil
 import pytest
 import yaml
 
+from hsx_dist.config import load_config
 from hsx_dist.format.place import find_place, open_place
 from hsx_dist.format.runs import load_manifest, read_heartbeat
-from hsx_dist.reading import Run, open_run
+from hsx_dist.jobs.extract import run_extract
+from hsx_dist.reading import open_run
 from hsx_dist.reading.status import run_status
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
@@ -37,9 +39,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 POISON = 319  # a token that no good row has
 LAYERS = (0, 2, 4)
-#: Points next to the hidden states: with heads, without, and of every layer.
-CAPTURE = {"points": {"hidden_states": [0, -1], "q": [1], "k": [3], "mlp_out": "all"}}
-POINTS = {"hidden_states": (0, 4), "q": (1,), "k": (3,), "mlp_out": (0, 1, 2, 3)}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def good():
     rng = np.random.default_rng(5)
-    return {f"r{i:03d}": rng.integers(0, 300, n).tolist() for i, n in enumerate(rng.integers(20, 200, 100))}
+    return {f"r{i:03d}": rng.integers(0, 300, n).tolist() for i, n in enumerate(rng.integers(20, 200, 150))}
 
 
 def write(path: Path, lines: list[str]) -> str:
@@ -67,8 +66,9 @@ def settings(good, model, tmp_path_factory, s3) -> dict[str, Any]:
     poison = json.dumps({"id": "poison", "token_ids": [5, POISON, 6]})
     return {
         "model": str(model),
+        "layers": list(LAYERS),
         "store": {"storage_options": {"client_kwargs": {"endpoint_url": s3.endpoint_url}}},
-        "input": {"path": write(folder / "rows.jsonl", [*lines[:20], *bad, *lines[20:90], poison, *lines[90:]])},
+        "input": {"path": write(folder / "rows.jsonl", [*lines[:20], *bad, *lines[20:140], poison, *lines[140:]])},
         "engine_kwargs": {
             "dtype": "float32",
             "max_model_len": 256,
@@ -138,45 +138,14 @@ def kill_one(head: RayHead, words: str) -> None:
     until(lambda: processes(head, words))[0].send_signal(signal.SIGKILL)
 
 
-def check_layers(run: Run, model: Path, good: dict[str, list[int]]) -> None:
-    oracle = Oracle(model)
-    for key, ids in good.items():
-        data = run[key].load(framework="torch")
-        assert data["token_ids"].tolist() == ids
-        oracle.assert_equal(ids, data["hidden_states"], LAYERS)
-
-
-def check_points(run: Run, model: Path, good: dict[str, list[int]]) -> None:
-    hooked = HookedModel(model)
-    for key, ids in good.items():
-        sample, right = run[key], hooked.rows(ids)
-        assert {name: p.layers for name, p in sample.points.items()} == POINTS
-        assert sample.token_ids().tolist() == ids
-        for name, layers in POINTS.items():
-            for layer in layers:
-                error = worst_row(sample.point(name, layer), right[name, layer])
-                assert error < 2e-5, (key, name, layer, error)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("stored", "check"),
-    [
-        pytest.param({"source": "taps", "capture": CAPTURE}, check_points, id="points"),
-        # Its faults are also in other tests: drivers in test_smollm2.py, nodes and writers in test_nodes_of_a_run.py.
-        pytest.param({"layers": list(LAYERS)}, check_layers, id="layers", marks=pytest.mark.soak),
-    ],
-)
-def test_what_dies_is_resumed_elsewhere_and_every_row_is_the_models(
-    settings, stored, check, good, model, s3, tmp_path, request
-):
+def test_what_dies_and_is_resumed_elsewhere_equals_a_run_that_was_left_alone(settings, good, model, s3, tmp_path):
     plugin = write_unruly_plugin(tmp_path / "plugin")
-    name = request.node.callspec.id
-    url, options = f"{s3.url}/resumed-{name}", s3.storage_options
+    url, options = f"{s3.url}/resumed", s3.storage_options
     store = open_store(url, options)
     config = tmp_path / "job.yaml"
-    config.write_text(yaml.safe_dump({**settings, **stored, "output": url, "min_replicas": 2, "max_replicas": 2}))
+    config.write_text(yaml.safe_dump({**settings, "output": url, "min_replicas": 2, "max_replicas": 2}))
 
     def proven() -> int:
         return len(load_manifest(open_place(store).store).samples)
@@ -198,11 +167,11 @@ def test_what_dies_is_resumed_elsewhere_and_every_row_is_the_models(
     own = open_place(store).store
     before = load_manifest(own)
     kept = {key: (s.attempt, s.segments) for key, s in before.samples.items()}
-    assert 8 <= len(kept) < len(good)
+    assert 10 < len(kept) < len(good)
     status = run_status(store, observe_seconds=7)
     assert status.state == "silent", status
     assert status.rows["stored"] == len(kept)
-    assert status.rows["total"] == 104
+    assert status.rows["total"] == 154
 
     with cluster(s3, plugin) as head:
         killed = dict(kept)
@@ -217,7 +186,7 @@ def test_what_dies_is_resumed_elsewhere_and_every_row_is_the_models(
         assert len(kept) < len(good)
         resumed = submit(head, s3, config, *fewer, wait=True)
     # A row that killed its engine is a failure, and the job reports it. All other rows are stored.
-    assert "100 stored, 3 refused, 1 failed" in resumed.stdout, resumed.stdout[-4000:] + resumed.stderr[-1000:]
+    assert "150 stored, 3 refused, 1 failed" in resumed.stdout, resumed.stdout[-4000:] + resumed.stderr[-1000:]
     assert "attempt 3" in resumed.stdout
     assert resumed.returncode == 1
 
@@ -231,8 +200,83 @@ def test_what_dies_is_resumed_elsewhere_and_every_row_is_the_models(
     assert (poison.key, poison.fate, poison.tries) == ("poison", "poison", 2)
     status = run_status(store)
     assert status.state == "complete"
-    assert status.rows == {"total": 104, "stored": 100, "refused": 3, "failed": 0, "poison": 1, "open": 0}
+    assert status.rows == {"total": 154, "stored": 150, "refused": 3, "failed": 0, "poison": 1, "open": 0}
 
-    run = open_run(url, storage_options=options)
-    assert sorted(run.keys()) == sorted(good)
-    check(run, model, good)
+    calm_settings = {
+        **settings,
+        "output": str(tmp_path / "calm"),
+        "store": {},
+        "pool": "threads",
+        "input": {
+            "path": write(tmp_path / "good.jsonl", [json.dumps({"id": k, "token_ids": ids}) for k, ids in good.items()])
+        },
+    }
+    calm = tmp_path / "calm.yaml"
+    calm.write_text(yaml.safe_dump(calm_settings))
+    assert run_extract(load_config(str(calm))).exit_status == 0
+    run, undisturbed = open_run(url, storage_options=options), open_run(str(tmp_path / "calm"))
+    assert sorted(run.keys()) == sorted(undisturbed.keys()) == sorted(good)
+    oracle = Oracle(model)
+    for key, ids in good.items():
+        ours = run[key].load(framework="torch")
+        theirs = undisturbed[key].load(framework="torch")
+        assert ours["token_ids"].tolist() == theirs["token_ids"].tolist() == ids
+        oracle.assert_equal(ids, ours["hidden_states"], LAYERS)
+        np.testing.assert_allclose(ours["hidden_states"], theirs["hidden_states"], rtol=0, atol=1e-3)
+
+
+#: Points next to the hidden states: with heads, without, and of every layer.
+CAPTURE = {"points": {"hidden_states": [0, -1], "q": [1], "k": [3], "mlp_out": "all"}}
+STORED = {"hidden_states": (0, 4), "q": (1,), "k": (3,), "mlp_out": (0, 1, 2, 3)}
+
+
+@pytest.mark.slow
+def test_points_of_a_killed_job_that_is_resumed_equal_those_of_a_run_that_was_left_alone(
+    settings, good, model, s3, tmp_path
+):
+    rows = dict(list(good.items())[:60])
+    lines = [json.dumps({"id": key, "token_ids": ids}) for key, ids in rows.items()]
+    points = {**{k: v for k, v in settings.items() if k != "layers"}, "source": "taps", "capture": CAPTURE}
+    points["input"] = {"path": write(tmp_path / "rows.jsonl", lines)}
+    url, options = f"{s3.url}/points", s3.storage_options
+    store = open_store(url, options)
+    config = tmp_path / "job.yaml"
+    config.write_text(yaml.safe_dump({**points, "output": url, "min_replicas": 2, "max_replicas": 2}))
+
+    def proven() -> int:
+        return len(load_manifest(place.store).samples) if (place := find_place(store)) else 0
+
+    with cluster(s3, write_unruly_plugin(tmp_path / "plugin")) as head:
+        begun = submit(head, s3, config, wait=False)
+        assert begun.returncode == 0, begun.stdout + begun.stderr
+        until(lambda: proven() > 3)
+        kill_one(head, "python ray_jobs/extract.py")
+        until(lambda: not processes(head, "ray::ReplicaActor") and not processes(head, "ray::WriterActor"))
+        own = open_place(store).store
+        kept = {key: (s.attempt, s.segments) for key, s in load_manifest(own).samples.items()}
+        assert 3 < len(kept) < len(rows)
+        fewer = ("min_replicas=1", "max_replicas=1", "resume=must")
+        resumed = submit(head, s3, config, *fewer, wait=True)
+    assert resumed.returncode == 0, resumed.stdout[-4000:]
+    assert f"{len(rows)} stored" in resumed.stdout
+
+    after = load_manifest(own)
+    assert {key: (after.samples[key].attempt, after.samples[key].segments) for key in kept} == kept
+    assert verify_run(store).ok
+    calm = tmp_path / "calm.yaml"
+    calm.write_text(yaml.safe_dump({**points, "output": str(tmp_path / "calm"), "store": {}, "pool": "threads"}))
+    assert run_extract(load_config(str(calm))).exit_status == 0
+    run, undisturbed = open_run(url, storage_options=options), open_run(str(tmp_path / "calm"))
+    assert run.keys() == undisturbed.keys() == list(rows)
+    hooked = HookedModel(model)
+    for key, ids in rows.items():
+        ours, theirs = run[key], undisturbed[key]
+        assert {name: p.layers for name, p in ours.points.items()} == STORED
+        assert ours.points == theirs.points
+        assert ours.token_ids().tolist() == ids
+        right = hooked.rows(ids)
+        for name, layers in STORED.items():
+            for layer in layers:
+                for other in (right[name, layer], theirs.point(name, layer).flatten(1)):
+                    error = worst_row(ours.point(name, layer), other)
+                    assert error < 2e-5, (key, name, layer, error)
