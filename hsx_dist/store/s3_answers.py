@@ -6,8 +6,11 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+from aiobotocore.httpsession import AIOHTTPSession
 from botocore.utils import parse_timestamp
 from fsspec.asyn import sync_wrapper
 from s3fs import S3FileSystem  # part of an extra
@@ -21,6 +24,26 @@ _UPLOADS = frozenset({"complete_multipart_upload", "put_object", "upload_part"})
 STATED_SIZE = "StatedSize"
 
 
+class UnredirectedSession(AIOHTTPSession):  # type: ignore[misc]
+    """botocore's connections, which follow no redirect. botocore's own never do, but aiohttp follows one to any server.
+
+    That server would get the session's token and the customer's key for encryption, and its answers would count as the
+    store's. S3's redirects to a bucket's region have a header for botocore.
+    """
+
+    async def _get_session(self, proxy_url: str | None) -> Any:
+        session = await super()._get_session(proxy_url)
+        return SimpleNamespace(request=partial(_request, session))
+
+
+async def _request(session: Any, method: str, **how: Any) -> Any:
+    answer = await session.request(method, allow_redirects=False, **how)
+    if 300 < answer.status < 400 and "Location" in answer.headers and "x-amz-bucket-region" not in answer.headers:
+        answer.close()
+        raise Unavailable(f"expected the store's answer, got a redirect with the status {answer.status}")
+    return answer
+
+
 class CheckedS3(S3FileSystem):  # type: ignore[misc]
     """s3fs's file system. Reads and uploads raise ``Unavailable`` for an answer that is none of the store's.
 
@@ -28,6 +51,9 @@ class CheckedS3(S3FileSystem):  # type: ignore[misc]
     """
 
     requires_objects = False
+
+    def _prepare_config_kwargs(self) -> dict[str, Any]:
+        return {"http_session_cls": UnredirectedSession, **super()._prepare_config_kwargs()}
 
     async def set_session(self, *args: Any, **kwargs: Any) -> Any:
         client = await super().set_session(*args, **kwargs)

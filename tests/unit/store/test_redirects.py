@@ -10,11 +10,11 @@ import aiohttp
 import pytest
 
 from hsx_dist.config import InputConfig
-from hsx_dist.errors import ConfigError, StoreError
+from hsx_dist.errors import ConfigError, StoreError, Unavailable
 from hsx_dist.inputs.rows import read_rows
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.within import open_within
-from tests.harness.http_server import Answers, served
+from tests.harness.http_server import Answers, s3_options, served
 
 DATA = b'{"prompt": "a"}\n'
 HEADERS = {"headers": {"X-Token": "abc"}}
@@ -128,6 +128,43 @@ def test_an_upload_is_redirected_nowhere(status: int, to: str) -> None:
         with pytest.raises(StoreError, match="got a redirect"):
             open_store(url, retry_seconds=0).put("a.jsonl", [b"1"])
         assert not other.asked
+
+
+def test_s3fs_is_redirected_only_to_a_buckets_region() -> None:
+    """aiohttp would remove only ``Authorization``: no session's token, and no customer's key for encryption."""
+    said: dict[str, str] = {}
+    calls: list[Callable[[Store], object]] = [
+        lambda store: store.get("a"),
+        lambda store: store.head("a"),
+        lambda store: list(store.list()),
+        lambda store: store.put("a", [b"1"]),
+        lambda store: store.delete("a"),
+    ]
+
+    class Other(Target):
+        asked: ClassVar[list[dict[str, str]]] = []
+
+    class First(Answers):
+        def do_GET(self) -> None:
+            self.received()
+            if "/eu-north-1/" in self.headers["Authorization"]:
+                return self.answer_object(200, DATA)
+            return self.answer(statuses[0], Location=f"{other}/b/r/a", **said)
+
+        do_HEAD = do_PUT = do_DELETE = do_GET
+
+    once = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
+    statuses = [301, 302, 303, 307, 308]
+    with served(Other) as other, served(First) as first:
+        store = open_store("s3://b/r", s3_options(first) | once, backend="fsspec", retry_seconds=0)
+        for call in calls:
+            with pytest.raises(Unavailable, match="got a redirect"):
+                call(store)
+            statuses.append(statuses.pop(0))
+        said["x_amz_bucket_region"] = "eu-north-1"
+        statuses[0] = 307
+        assert store.get("a") == DATA
+        assert not Other.asked
 
 
 def test_headers_of_an_input_reach_no_other_server() -> None:
