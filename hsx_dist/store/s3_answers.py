@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,6 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from aiobotocore.config import AioConfig
 from aiobotocore.httpsession import AIOHTTPSession
 from botocore.utils import parse_timestamp
 from fsspec.asyn import sync_wrapper
@@ -22,6 +24,7 @@ from hsx_dist.store.partial_answers import AnsweredPart, part_of, require_part
 _UPLOADS = frozenset({"complete_multipart_upload", "put_object", "upload_part"})
 #: An argument of ``get_object`` for ``CheckedS3``: the size of the object of which a part is asked for.
 STATED_SIZE = "StatedSize"
+_HAS_SESSIONS = "http_session_cls" in inspect.signature(AioConfig).parameters
 
 
 class UnredirectedSession(AIOHTTPSession):  # type: ignore[misc]
@@ -53,7 +56,9 @@ class CheckedS3(S3FileSystem):  # type: ignore[misc]
     requires_objects = False
 
     def _prepare_config_kwargs(self) -> dict[str, Any]:
-        return {"http_session_cls": UnredirectedSession, **super()._prepare_config_kwargs()}
+        given = super()._prepare_config_kwargs()
+        # The first 2.x versions of aiobotocore have no such setting, and follow redirects.
+        return {**({"http_session_cls": UnredirectedSession} if _HAS_SESSIONS else {}), **given}
 
     async def set_session(self, *args: Any, **kwargs: Any) -> Any:
         client = await super().set_session(*args, **kwargs)
