@@ -15,7 +15,6 @@ from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SampleRecord
 from hsx_dist.format.manifest_reader import ManifestReader
 from hsx_dist.format.place import Place, open_place
 from hsx_dist.format.runs import load_manifest
-from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.arguments import whole
 from hsx_dist.reading.index import Index
@@ -25,8 +24,6 @@ from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.select import Selection, select
 from hsx_dist.store import Store, open_store
 from hsx_dist.text import head
-
-log = get_logger(__name__)
 
 
 def open_run(path: str, *, storage_options: Mapping[str, Any] | None = None) -> Run:
@@ -48,12 +45,8 @@ def open_run(path: str, *, storage_options: Mapping[str, Any] | None = None) -> 
         >>> open_run("runs/demo")
         Run('...runs/demo', ... samples)
     """
-    return Run(open_store(str(path), storage_options), partial(_open, str(path), storage_options))
-
-
-def _open(path: str, storage_options: Mapping[str, Any] | None, forked: bool) -> Store:
-    # obstore's event loop (in Rust) does not survive a fork, and a process cannot start a second one.
-    return open_store(path, storage_options, backend="fsspec" if forked else "auto")
+    reopen = partial(open_store, str(path), storage_options)
+    return Run(reopen(), reopen)
 
 
 class Run:
@@ -78,7 +71,7 @@ class Run:
         0
     """
 
-    def __init__(self, root: Store, reopen: Callable[[bool], Store] | None = None):
+    def __init__(self, root: Store, reopen: Callable[[], Store] | None = None):
         """``root``: the store at the run's path. ``reopen``: opens that store again in another process."""
         self._place = open_place(root)
         self._mine = self._place.store
@@ -362,11 +355,9 @@ class Run:
             self._reader = ManifestReader()
         self._renew_locks()
         if self._reopen is not None:
-            self._place = self._place.at(self._reopen(True))
-            if "://" in self._url:
-                log.info("%s: a forked process reads through fsspec; workers started by spawn read faster", self._url)
+            self._place = self._place.at(self._reopen())
             store = self._place.store
-        # Set _pid last: a thread that sees the new _pid must not use the parent's store, whose calls would hang.
+        # Set _pid last: a thread that sees the new _pid must not use the parent's store, whose calls may raise.
         # Two threads may run this at once and open two stores, which is harmless.
         self._parts = KeptParts()
         self._mine = store
@@ -386,5 +377,5 @@ class Run:
         self._pid, self._parts = os.getpid(), KeptParts()
         self._renew_locks()
         if self._reopen is not None:
-            self._place = self._place.at(self._reopen(False))
+            self._place = self._place.at(self._reopen())
             self._mine = self._place.store

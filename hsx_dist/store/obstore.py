@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -56,6 +57,10 @@ _RANGES_AT_ONCE = 32
 #: Sizes up to which a request is rounded for its time limit: 64 MiB to 1 TiB. There are few because each limit has a
 #: client, which keeps a thread, descriptors and memory, and because receipts and headers may claim any size.
 _SIZES = tuple((64 << 20) * 4**k for k in range(8))
+_stores: weakref.WeakSet[ObstoreStore] = weakref.WeakSet()
+#: In a forked process, the stores of its parent. Their destructors would use obstore's runtime too.
+_inherited: list[ObstoreStore] = []
+os.register_at_fork(after_in_child=lambda: _inherited.extend(_stores))
 
 
 class ObstoreStore:
@@ -65,6 +70,9 @@ class ObstoreStore:
     that file system. A request's limit is ``patience`` seconds, ten times that if the size is unknown, and a second for
     every MiB, rounded up to one of few sizes. A longer request raises ``Unavailable``.
 
+    Only the process that made the store can use it (see ``require_own_obstore``). Calls in a forked process raise
+    ``StoreError``.
+
     Raises:
         NotTranslated: obstore has no counterpart of an option, or changes a part of the URL's path; use fsspec.
         ConfigError: a package is missing, or an option has a wrong type.
@@ -72,6 +80,7 @@ class ObstoreStore:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, patience: float = PATIENCE_S):
+        self._pid = os.getpid()
         self._scheme = url.partition("://")[0]
         self._url = public_url(url).rstrip("/")
         place = self._url.partition("://")[2]
@@ -88,6 +97,7 @@ class ObstoreStore:
         self._slow: FsspecStore | None = None
         self._clients: dict[tuple[float, int], Any] = {}
         self._pool = ThreadPoolExecutor(_RANGES_AT_ONCE, thread_name_prefix="hsx-ranges")
+        _stores.add(self)
         self._connection = self._connect()
         self._require_client()
 
@@ -208,6 +218,7 @@ class ObstoreStore:
             raise not_conditional(self.url)
         from hsx_dist.store.fsspec import FsspecStore
 
+        self._require_process()
         with self._lock:
             if self._slow is None:
                 # obstore ignores the option. Of an asynchronous file system each call of ``FsspecStore`` fails.
@@ -267,7 +278,15 @@ class ObstoreStore:
             return self._patience
         return self._patience + next((n for n in _SIZES if nbytes <= n), _SIZES[-1]) / SLOWEST_BYTES_S
 
+    def _require_process(self) -> None:
+        if self._pid != os.getpid():
+            raise StoreError(
+                f"{self._url}: expected the process that opened the store, got a process forked from it. Open the "
+                "store again in this process, or start processes with spawn"
+            )
+
     def _path(self, name: str) -> str:
+        self._require_process()
         return self._root + check_name(name)
 
     def _described(self) -> dict[str, Any]:
@@ -307,6 +326,7 @@ class ObstoreStore:
         past_end: T | None = None,
     ) -> T:
         """Return ``call(obstore, client)``. Translates its errors into the store's."""
+        self._require_process()
         import obstore
 
         connection = self._connection

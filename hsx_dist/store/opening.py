@@ -9,6 +9,7 @@ from hsx_dist.config.urls import check_no_credentials, public_url
 from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.logger import get_logger
 from hsx_dist.store.base import Store
+from hsx_dist.store.forks import require_own_obstore
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.options import LOCAL, checked_options
 from hsx_dist.store.retry import RetryPolicy, RetryStore
@@ -39,9 +40,10 @@ def open_store(
 
     Args:
         storage_options: fsspec's options for the scheme, with every ``backend``.
-        backend: ``auto`` takes obstore if it behaves as fsspec does with these options and this environment; otherwise
-            it logs the reason and takes fsspec. Files always use ``LocalStore``, which has no options: only it syncs
-            files to the disk, and its listings are complete.
+        backend: ``auto`` takes obstore if it behaves as fsspec does with these options and this environment, and this
+            process was not forked from a process that had loaded obstore. Otherwise it logs the reason and takes
+            fsspec. Files always use ``LocalStore``, which has no options: only it syncs files to the disk, and its
+            listings are complete.
         retry_seconds: how long calls that raise ``Unavailable`` are retried.
         on_retry: called with the error before each retry.
 
@@ -97,6 +99,7 @@ def _open_obstore(url: str, options: Mapping[str, Any] | None, *, must: bool) ->
     from hsx_dist.store.obstore_connection import NotTranslated
 
     try:
+        require_own_obstore()
         return ObstoreStore(url, options)
     except NotTranslated as e:
         if must:

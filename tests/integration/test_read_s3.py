@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,28 @@ def test_workers_read_an_object_store(url: str, s3: S3Server, context: str) -> N
             assert np.array_equal(states.view(torch.int16).numpy().view(np.uint16), SAMPLES[key].states[:, [1]])
             seen.append(key)
     assert sorted(seen) == sorted(SAMPLES)
+
+
+_FORKS = """
+import json, multiprocessing, sys
+from hsx_dist import load_hidden_states, open_run
+url, options = sys.argv[1], json.loads(sys.argv[2])
+def read(run, key): return len(run[key].load(framework="numpy")["token_ids"])
+def opened(_, key): return read(open_run(url, storage_options=options), key)
+def loaded(_, key): return len(load_hidden_states(url, key, storage_options=options, framework="numpy")["token_ids"])
+run = open_run(url, storage_options=options)
+assert read(run, "s00") == 9
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    for function in (read, opened, loaded):
+        assert pool.apply_async(function, (run, "s01")).get(60) == 10
+assert read(run, "s02") == 11
+"""
+
+
+def test_a_forked_process_opens_a_store_and_its_parent_goes_on(url: str, s3: S3Server) -> None:
+    code = [sys.executable, "-c", _FORKS, url, json.dumps(s3.storage_options)]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_cache_is_read_when_the_store_is_gone(url: str, s3: S3Server, tmp_path: Path) -> None:
