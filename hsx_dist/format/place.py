@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,8 +78,9 @@ _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
 _FOLDER = re.compile(r"run-[0-9a-f]{16}/")
 #: After this many objects of a run's folder, the listing ends and another one skips the rest of the folder.
 _LOOKED_AT = 1000
-#: Tries to replace a description.
+#: Tries to replace a description, and the pause after the first try in seconds. It doubles with each try.
 _TRIES = 5
+_FIRST_PAUSE_S = 0.05
 
 
 def _layers(value: Any) -> str | None:
@@ -286,11 +288,15 @@ def bury(place: Place) -> None:
 
     Raises:
         RunError: the object ``place.pointer`` is of another run.
-        Unavailable: it was replaced at each try.
+        Unavailable: it was replaced at each try, or another process has it locked.
     """
     own = place.info.get("id") or "none"
     tombstone = _tombstone(own, place.version)
-    for _ in range(_TRIES):
+    refused = version = None
+    for attempt in range(_TRIES):
+        if attempt:
+            refused = version
+            time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
         try:
             version = version_of(place.root, place.pointer)  # before the look: a later object has another one
         except NotFound:
@@ -308,10 +314,13 @@ def bury(place: Place) -> None:
             )
         elif _replace(place, tombstone, version):
             return
-    raise Unavailable(
-        f"{place.root.url}/{place.pointer}: expected to replace the description, got another version at each of "
-        f"{_TRIES} tries. Try again"
-    )
+    where = f"{place.root.url}/{place.pointer}: expected to replace the description, got"
+    if version is not None and version == refused:  # in a folder, a lock refuses the put of an unchanged object
+        raise Unavailable(
+            f"{where} a refusal although it did not change: another process may have it locked. `lsof` names the "
+            "processes that have the file open. End that process, then try again"
+        )
+    raise Unavailable(f"{where} another version at each of {_TRIES} tries. Try again")
 
 
 def _replace(place: Place, body: bytes, version: str | None) -> bool:

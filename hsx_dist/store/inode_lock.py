@@ -19,6 +19,8 @@ import fcntl
 import os
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from hsx_dist.errors import Unavailable
 
@@ -41,8 +43,24 @@ _lockless: set[int] = set()
 _SET = getattr(fcntl, "F_OFD_SETLK", None)
 
 
+@contextmanager
+def unlocked_after(fd: int) -> Iterator[None]:
+    """Release the lock of ``fd`` at the end of the block, and close ``fd``.
+
+    Closing alone would keep the lock while a process that was forked meanwhile has a copy of the descriptor.
+    """
+    try:
+        yield
+    finally:
+        # Not by ``_lock``: unlocking may succeed on a device without locks, which would count as a lock that worked.
+        with suppress(OSError):
+            if _SET is not None:
+                fcntl.fcntl(fd, _SET, _whole_file(fcntl.F_UNLCK))
+        os.close(fd)
+
+
 def lock_exclusively(fd: int) -> bool:
-    """Lock the file, open for writing, until ``fd`` is closed. Returns False if another process holds the lock.
+    """Lock the file, open for writing. Returns False if another process holds the lock.
 
     Raises:
         OSError: the system or the file system has no such locks (``lacks_locks``), or none for now.
@@ -60,7 +78,7 @@ def lacks_locks(fd: int, error: OSError) -> bool:
 
 
 def lock_for_put(fd: int, what: str) -> None:
-    """Lock the file against other puts and conditional deletes until ``fd`` is closed.
+    """Lock the file against other puts and conditional deletes.
 
     If the file is open for reading, or others hold read locks, the lock excludes only deletes and exclusive locks.
     Returns without a lock on systems without such locks. These systems have no conditional deletes either. ``ENOLCK``
@@ -99,7 +117,7 @@ def _lock(fd: int, kind: int) -> bool:
     if _SET is None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
     try:
-        fcntl.fcntl(fd, _SET, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
+        fcntl.fcntl(fd, _SET, _whole_file(kind))
         locked = True
     except OSError as e:
         if e.errno not in _BUSY:
@@ -107,3 +125,7 @@ def _lock(fd: int, kind: int) -> bool:
         locked = False
     _locking.add(os.fstat(fd).st_dev)
     return locked
+
+
+def _whole_file(kind: int) -> bytes:
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)

@@ -29,7 +29,7 @@ from hsx_dist.store.faults import FULL, TRANSIENT
 from hsx_dist.store.file_io import closed_after, read_range, write_all
 from hsx_dist.store.folder_listing import UNFINISHED, FolderListing, unfinished_files
 from hsx_dist.store.folders import SAFELY, SyncedFolders, is_at, open_folder, opened
-from hsx_dist.store.inode_lock import NOT_OPENED, lacks_locks, lock_exclusively, lock_for_put
+from hsx_dist.store.inode_lock import NOT_OPENED, lacks_locks, lock_exclusively, lock_for_put, unlocked_after
 from hsx_dist.store.root_folder import RootFolder
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
@@ -192,7 +192,7 @@ class LocalStore:
         except FileNotFoundError:
             yield False
             return
-        with closed_after(file):
+        with unlocked_after(file):
             try:
                 locked = lock_exclusively(file)
             except OSError as e:
@@ -393,7 +393,7 @@ def _place(folder: int, temporary: str, last: str, what: str) -> None:
             if e.errno not in NOT_OPENED:
                 raise
             break
-        with closed_after(there):
+        with unlocked_after(there):
             lock_for_put(there, what)
             if is_at(there, folder, last):
                 os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import struct
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -142,6 +146,41 @@ def test_a_run_that_starts_while_a_removal_looks_stays(monkeypatch: pytest.Monke
     with pytest.raises(RunError, match="got another run"):
         bury(first)
     assert open_place(store).info["n"] == 2
+
+
+@pytest.mark.parametrize("kind", [fcntl.F_RDLCK, fcntl.F_WRLCK])
+def test_a_removal_waits_for_a_lock_and_names_it(
+    root: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int
+) -> None:
+    """Another user with read permission on the description can lock it for reading."""
+    place, pauses = start_run(root, {}), list[float]()
+    with (tmp_path / "run" / RUN).open("r+b") as file:
+
+        def lock(kind: int) -> None:
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
+
+        lock(kind)
+        monkeypatch.setattr(time, "sleep", pauses.append)
+        with pytest.raises(Unavailable, match="locked.*lsof"):
+            bury(place)
+        assert len(pauses) == 4
+        monkeypatch.setattr(time, "sleep", lambda _: lock(fcntl.F_UNLCK))
+        bury(place)
+    assert find_place(root) is None
+
+
+def test_a_removal_that_always_finds_another_version_names_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    place = start_run(store, {})
+
+    def replace(self: MemoryStore, name: str, *_: object) -> bool:
+        self.put(name, [self.get(name), b" "])  # as a program that rewrites the description
+        return False
+
+    monkeypatch.setattr(MemoryStore, "put_version", replace)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with pytest.raises(Unavailable, match="got another version"):
+        bury(place)
 
 
 class Missed(LocalStore):

@@ -5,6 +5,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,40 @@ def test_a_put_does_not_wait_for_ever_for_a_delete_that_is_stopped(
         assert not store.delete_version("a", store.version("a"))
     store.put("a", [b"new"])
     assert _files(tmp_path) == ["a"]
+
+
+_FORKED = """
+import os, sys
+from hsx_dist.store import inode_lock, local
+from hsx_dist.store.local import LocalStore
+
+store, (wait, end) = LocalStore(sys.argv[1]), os.pipe()
+store.put("a", [b"1"])
+version, inode_lock.LONGEST_S = store.version("a"), 0.2
+
+def fork(*args):  # as another thread, while this one holds the lock
+    if not os.fork():
+        os.close(end)
+        os.read(wait, 1)  # until the parent ends
+        os._exit(0)
+    return is_at(*args)
+
+is_at, local.is_at = local.is_at, fork
+calls = {
+    "put": lambda: store.put("a", [b"2"]),
+    "put_version": lambda: store.put_version("a", [b"2"], "old"),
+    "delete_version": lambda: store.delete_version("a", "old"),
+}
+with open(os.path.join(sys.argv[1], "a"), "r+b") as file:
+    calls[sys.argv[2]]()
+    assert inode_lock.lock_exclusively(file.fileno())
+"""
+
+
+@pytest.mark.parametrize("call", ["put", "put_version", "delete_version"])
+def test_a_released_lock_is_not_kept_by_a_forked_process(tmp_path: Path, call: str) -> None:
+    done = subprocess.run([sys.executable, "-c", _FORKED, str(tmp_path), call], stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_reader_does_not_block_a_put(tmp_path: Path) -> None:
