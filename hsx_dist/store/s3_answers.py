@@ -13,6 +13,7 @@ from typing import Any
 
 from aiobotocore.config import AioConfig
 from aiobotocore.httpsession import AIOHTTPSession
+from botocore.exceptions import ClientError
 from botocore.utils import parse_timestamp
 from fsspec.asyn import sync_wrapper
 from s3fs import S3FileSystem  # part of an extra
@@ -28,14 +29,17 @@ _HAS_SESSIONS = "http_session_cls" in inspect.signature(AioConfig).parameters
 
 
 class UnredirectedSession(AIOHTTPSession):  # type: ignore[misc]
-    """botocore's connections, which follow no redirect. botocore's own never do, but aiohttp follows one to any server.
+    """botocore's connections, which follow no redirect and send each request once.
 
-    That server would get the session's token and the customer's key for encryption, and its answers would count as the
-    store's. S3's redirects to a bucket's region have a header for botocore.
+    botocore's own connections never follow a redirect, but aiohttp follows one to any server. That server would get the
+    session's token and the customer's key for encryption, and its answers would count as the store's. S3's redirects to
+    a bucket's region have a header for botocore.
     """
 
     async def _get_session(self, proxy_url: str | None) -> Any:
         session = await super()._get_session(proxy_url)
+        if hasattr(session, "_retry_connection"):
+            session._retry_connection = False  # aiohttp would send a PUT again, see ``_once``
         return SimpleNamespace(request=partial(_request, session))
 
 
@@ -64,6 +68,7 @@ class CheckedS3(S3FileSystem):  # type: ignore[misc]
         client = await super().set_session(*args, **kwargs)
         # botocore's own parser takes two thirds of the processor time of a long listing.
         self.session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_time)
+        client.meta.events.register_first("needs-retry.s3", _once, unique_id="hsx-once")
         return client
 
     async def _call_s3(self, method: str, *more: Any, **kwargs: Any) -> Any:
@@ -115,6 +120,26 @@ async def _read_at_most(body: Any, most: int) -> bytes:
         pieces.append(piece)
         left -= len(piece)
     return b"".join(pieces)
+
+
+def _once(
+    request_dict: Mapping[str, Any],
+    response: tuple[Any, dict[str, Any]] | None = None,
+    caught_exception: Exception | None = None,
+    operation: Any = None,
+    **_: Any,
+) -> None:
+    """Raise the error of a conditional upload, so that botocore does not repeat it.
+
+    If an answer is lost, the second attempt finds the first one's object, and reports it as another writer's.
+    """
+    conditions = {name.lower() for name in request_dict["headers"]} & {"if-match", "if-none-match"}
+    if not conditions or request_dict["method"] == "DELETE":
+        return
+    if caught_exception is not None:
+        raise caught_exception
+    if response is not None and response[0].status_code >= 500:
+        raise ClientError(response[1], operation.name)
 
 
 def require_object(said: Mapping[str, Any], where: str) -> None:

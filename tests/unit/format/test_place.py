@@ -161,7 +161,7 @@ def test_a_removal_waits_for_a_lock_and_names_it(
 
         lock(kind)
         monkeypatch.setattr(time, "sleep", pauses.append)
-        with pytest.raises(Unavailable, match="locked.*lsof"):
+        with pytest.raises(Unavailable, match=r"locked.*lsof"):
             bury(place)
         assert len(pauses) == 4
         monkeypatch.setattr(time, "sleep", lambda _: lock(fcntl.F_UNLCK))
