@@ -190,7 +190,7 @@ class ObjectLocks:
                 self._held[name] = _Lock(*taken, holders={holder})
                 return True
             lock.holders.add(holder)
-            # ``release`` makes the file again if it has just removed it.
+            # ``release`` looks for the file itself, and makes it again.
             return lock.going or not lock.held or self._has_name(name, lock) or self._make_again(name, lock, last=last)
 
     def _make_again(self, name: str, lock: _Lock, *, last: bool) -> bool:
@@ -267,7 +267,7 @@ class ObjectLocks:
             empty = not lock.stored and not self._is_there(name)
             with self._mutex:
                 if lock.holders:  # a new request uses the lock
-                    lock.going = False
+                    self._keep(name, lock)
                     return
                 empty = empty and not lock.stored  # a new request may have stored an object and ended
             if empty and lock.held:
@@ -282,10 +282,19 @@ class ObjectLocks:
                     lock.close()
                     return
                 if not empty:
-                    lock.going = False
+                    self._keep(name, lock)
                     return
             # A new request used the lock while the file was removed: make another file.
             self._renew(name, lock)
+
+    def _keep(self, name: str, lock: _Lock) -> None:
+        """End a release while a new request uses the lock. ``_hold`` has not looked for the file of this request."""
+        lock.going = False
+        try:
+            if lock.held and not self._has_name(name, lock):
+                self._make_again(name, lock, last=True)
+        except OSError as e:
+            log.warning("no lock file for %r: %s", name, e)
 
     def _is_there(self, name: str) -> bool:
         """Whether there is an object. True also on a file system error, which must not block the release."""

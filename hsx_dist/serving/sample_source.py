@@ -119,13 +119,17 @@ class SampleSource:
         try:
             while True:
                 try:
-                    return await self._call(lambda: self._look(key, wanted, identity))
+                    file = await self._call(lambda: self._look(key, wanted, identity))
                 except WORTH_WAITING as e:
                     left = end - time.monotonic()
                     if left <= 0:
                         raise self._refusal(e, key, wait) from e
                 except HsxError as e:
                     raise refusal_of(e, key) from e
+                else:
+                    if expires_by(file.meta, time.time()):
+                        raise _expired(key, float(file.meta["expires"]))
+                    return file
                 await asyncio.sleep(min(pause, left))
                 pause = min(2 * pause, max(LONGEST_PAUSE, self._waiting / _LOOKS))
         finally:
@@ -150,7 +154,7 @@ class SampleSource:
         return await self._call(load)
 
     def look(self, key: str, wanted: Range) -> StatesFile:
-        """Return the sample of ``key`` if it is stored now. Blocks for the store; raises ``HsxError``."""
+        """Return the sample of ``key`` if it is stored now, also an expired one. Blocks; raises ``HsxError`` only."""
         return self._look(key, wanted, None)
 
     def _look(self, key: str, wanted: Range, identity: Mapping[str, str] | None) -> StatesFile:
@@ -169,8 +173,6 @@ class SampleSource:
             except READ_AGAIN:
                 if last:
                     raise
-        if expires_by(file.meta, time.time()):
-            raise _expired(key, float(file.meta["expires"]))
         return file
 
     async def _call(self, call: Callable[[], T]) -> T:

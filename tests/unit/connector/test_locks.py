@@ -621,6 +621,37 @@ def test_a_request_that_joins_a_lock_without_its_file_makes_a_new_file(tmp_path)
     locks.release_all()
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_request_that_joins_a_released_lock_without_its_file_makes_a_new_file(tmp_path, monkeypatch, stored):
+    """A client removed the lock file, and an earlier request's object is there."""
+    path, locks = tmp_path / "a.safetensors.lock", ObjectLocks(tmp_path)
+    (tmp_path / "a.safetensors").write_bytes(b"of an earlier request")
+    locks.hold("a.safetensors", "r1")
+    path.unlink()
+    begun, joined = threading.Event(), threading.Event()
+    look = locks._is_there
+
+    def slow_look(name):
+        begun.set()
+        assert joined.wait(60)
+        return look(name)
+
+    monkeypatch.setattr(locks, "_is_there", slow_look)
+    release = threading.Thread(target=locks.release, args=("r1",), kwargs={"stored": False})
+    release.start()
+    assert begun.wait(60)
+    locks.ask("a.safetensors", "r2")
+    locks.wait()
+    joined.set()
+    release.join()
+    assert is_held(path)
+    monkeypatch.undo()
+    locks.release("r2", stored=stored)
+    assert not is_held(path)
+    assert locks._removed == 0
+    locks.release_all()
+
+
 def test_a_removed_lock_file_that_is_back_is_not_made_again(tmp_path):
     """The mount was gone when the second request began."""
     root, away = tmp_path / "mount", tmp_path / "away"

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from starlette.testclient import TestClient
 
 import hsx_dist
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.markers import OBJECT, conflict_name, marker_name
 from hsx_dist.page import object_name
 from hsx_dist.reading.load import object_sample
@@ -258,6 +258,33 @@ def test_an_object_that_is_stored_anew_while_it_streams_is_read_on(tmp_path, mon
     monkeypatch.setattr(states_file.StatesFile, "piece", piece)
     with client(outer_server(tmp_path)) as c:
         assert same(c.get("/v1/hidden_states/k").content, sample)
+    assert (tmp_path / "moved").exists()
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_an_expired_sample_that_is_stored_while_another_streams_begins_no_second_answer(tmp_path, monkeypatch, other):
+    """The renewed sample, or the sample of another request with this key, has expired before the read goes on."""
+    monkeypatch.setattr(states_file, "PIECE_BYTES", 1)
+    identity = {"request": "a", "tokens": "b"}
+    sample = store_sample(tmp_path, random_sample("k", 70), identity=identity, expires=4e9)
+    read = states_file.StatesFile.piece
+
+    def piece(self: Any, i: int) -> Any:
+        if i == 2 and not (tmp_path / "moved").exists():
+            (tmp_path / "moved").touch()
+            (tmp_path / "k.safetensors").unlink()
+            stored = random_sample("k", 50, seed=3) if other else sample
+            of = {"request": "c", "tokens": "d"} if other else identity
+            store_sample(tmp_path, stored, identity=of, expires=1000.5, tokens={"of": 70})
+        return read(self, i)
+
+    monkeypatch.setattr(states_file.StatesFile, "piece", piece)
+    with client(outer_server(tmp_path)) as c:
+        if other:
+            with pytest.raises(FormatError):  # the server closes the connection
+                c.get("/v1/hidden_states/k")
+        else:
+            assert same(c.get("/v1/hidden_states/k").content, sample)
     assert (tmp_path / "moved").exists()
 
 
