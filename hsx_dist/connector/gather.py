@@ -76,6 +76,9 @@ class Runs:
 
         For a CUDA cache the work is queued on the current stream. ``outs`` may then be pinned host memory, for which
         staging memory of their size is allocated on the device.
+
+        Raises:
+            ValueError: the units do not fill ``outs``.
         """
         if outs[0].numel() == 0:
             return
@@ -84,6 +87,9 @@ class Runs:
         if self.outer is not None:
             index = index + self.outer
         index = index.reshape(len(outs), -1)
+        found, wanted = index.numel() * self.view.shape[1], sum(out.numel() for out in outs)
+        if found != wanted:  # torch would resize the views, and leave earlier bytes in the memory below
+            raise ValueError(f"expected blocks with {wanted} values, got {found} values. Report this as a bug")
         if outs[0].device == self.view.device:
             for out, one in zip(outs, index, strict=True):
                 torch.index_select(self.view, 0, one, out=out.view(-1, self.view.shape[1]))

@@ -67,7 +67,7 @@ def write_report(
         for key in chosen:
             run[key].token_ids("numpy")  # raises if a sample that the caller names is gone
         stored = select_stored(run)
-        statistics = list(stored_statistics(run))
+        statistics = _statistics(stored_statistics(run))
         shown = list(chosen) or _typical(stored)
         states = gather_states(run, spread(stored.keys(), samples), shown)
         attention = gather_attention(run, shown, model)
@@ -77,7 +77,7 @@ def write_report(
         _stored(facts, canvas),
         _failures(facts),
         *(_states(states, canvas) if states is not None else []),
-        _statistics(statistics),
+        statistics,
         *([_samples(states, decode)] if states is not None and states.chosen else []),
         *([_attention(attention, decode, canvas)] if attention is not None else []),
         _settings(facts),
@@ -199,22 +199,29 @@ def _states(states: StateNumbers, canvas: Canvas) -> Iterable[str]:
     )
 
 
-def _statistics(layers: Sequence[LayerStatistics]) -> str:
-    if not layers:
-        return ""
+def _statistics(layers: Iterable[LayerStatistics]) -> str:
     names = ("tokens", "left out at each start", "mean norm", "RMS norm", "largest norm", "factor to sqrt(H)")
     head = "".join(f'<th class="n">{name}</th>' for name in names)
-    rows = "".join(
-        f'<tr><td>{escape(own.point)}</td><td class="n">{own.layer}</td><td class="n">{own.tokens:,}</td>'
-        f'<td class="n">{own.skip_first}</td>'
-        + "".join(f'<td class="n">{x:.4g}</td>' for x in (own.mean_norm, own.rms_norm, own.max_norm, own.norm_factor))
-        + "</tr>"
-        for own in sorted(layers, key=lambda own: (own.point, own.layer))
+    # One after another: the values by channel, 24 bytes each, are not shown.
+    rows = sorted(
+        (
+            own.point,
+            own.layer,
+            f'<tr><td>{escape(own.point)}</td><td class="n">{own.layer}</td><td class="n">{own.tokens:,}</td>'
+            f'<td class="n">{own.skip_first}</td>'
+            + "".join(
+                f'<td class="n">{x:.4g}</td>' for x in (own.mean_norm, own.rms_norm, own.max_norm, own.norm_factor)
+            )
+            + "</tr>",
+        )
+        for own in layers
     )
+    if not rows:
+        return ""
     return (
         '<section id="statistics"><h2>Statistics</h2><p class=note><code>hsx stats</code> stored them with the run. '
         "Data sets use them for scaling.</p>"
-        f'<table><tr><th>point</th><th class="n">layer</th>{head}</tr>{rows}</table></section>'
+        f'<table><tr><th>point</th><th class="n">layer</th>{head}</tr>{"".join(row for *_, row in rows)}</table></section>'
     )
 
 

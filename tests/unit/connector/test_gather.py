@@ -34,6 +34,17 @@ def test_gathers_the_rows_of_each_block_in_order(order, dtype, pad):
     assert torch.equal(out if order == "LTH" else out.permute(1, 0, 2), expected)
 
 
+@pytest.mark.parametrize("order", ["LTH", "TLH"])
+def test_too_few_blocks_leave_no_earlier_bytes_in_a_page(order):
+    cache = cache_view(order, torch.float32)
+    out = torch.full(page_shape(cache, 3, order), 7.0)
+    for ids in ([], [3], [3, 1], [3, 1, 4, 2]):
+        runs = block_runs(cache, torch.tensor(ids, dtype=torch.int64), order)
+        with pytest.raises(ValueError, match=f"expected blocks with {out.numel()} values, got {cache[ids].numel()}"):
+            runs.copy_to(out)
+    assert bool((out == 7).all())
+
+
 def test_one_layer_and_one_token_a_block_are_read_either_way():
     for shape in [(5, 1, 4, 8), (5, 3, 1, 8), (5, 1, 1, 8)]:
         cache = torch.randn(shape)

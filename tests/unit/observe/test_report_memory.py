@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,10 +12,11 @@ import pytest
 from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.place import Place
-from hsx_dist.observe.report import states
+from hsx_dist.observe.report import document, states, write_report
 from hsx_dist.observe.report.facts import REASONS_SHOWN, gather_facts
 from hsx_dist.observe.report.states import gather_states
 from hsx_dist.reading import Run
+from hsx_dist.reading.statistics import LayerStatistics, compute_statistics, store_statistics
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import RunWriter, store_run, whole
@@ -35,6 +37,23 @@ def test_the_sums_of_wide_layers_are_limited_with_all_that_is_computed_of_them(m
     assert peak < most + (2 << 20)
     monkeypatch.setattr(states, "HELD_BYTES", most - 1)
     assert gather_states(run, ["a"], []) is None
+
+
+def test_the_page_of_many_statistics_holds_the_arrays_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a layer has 24 bytes a channel, and a run may have any number."""
+    run = store_run(MemoryStore(), [random_sample("a", 9, layer_ids=range(6))]).place.root
+    store_statistics(Run(run), compute_statistics(Run(run)))
+    alive: list[weakref.ref[LayerStatistics]] = []
+    stored = document.stored_statistics
+
+    def watched(of: Run) -> Iterator[LayerStatistics]:
+        for own in stored(of):
+            alive.append(weakref.ref(own))
+            assert sum(ref() is not None for ref in alive) <= 2
+            yield own
+
+    monkeypatch.setattr(document, "stored_statistics", watched)
+    assert write_report(run).count("<td>hidden_states</td>") == len(alive) == 6
 
 
 def test_the_fates_of_rows_are_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
