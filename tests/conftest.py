@@ -17,8 +17,6 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 # Tests use no model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# gcsfs reads this on import. If on, each operation on the test server first waits a minute for gRPC.
-os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 
 # No deadline: on a loaded machine one example may take seconds.

@@ -63,7 +63,8 @@ def name_of(fs: Any, path: str) -> str:
 def with_store_checks(found: Any) -> Any:
     """Return a file system or an open file with ``CheckedS3`` in place of s3fs's file system, which it may wrap.
 
-    s3fs takes a gateway's page for an object: its length for the object's size, and its bytes for any range.
+    s3fs takes a gateway's page for an object: its length for the object's size, and its bytes for any range. gcsfs's
+    file system for gRPC becomes ``JsonGcs`` unless it reads from Google.
     """
     if type(found).__name__ == "S3FileSystem" and "s3" in schemes_of(found):
         from hsx_dist.store.s3_answers import CheckedS3  # part of an extra
@@ -71,6 +72,10 @@ def with_store_checks(found: Any) -> Any:
         checked = CheckedS3(*found.storage_args, **found.storage_options)
         checked.requires_objects = True
         return checked
+    if type(found).__name__ == "ExtendedGcsFileSystem" and not found.on_google:
+        from hsx_dist.store.gcs_json import JsonGcs  # part of an extra
+
+        return JsonGcs(*found.storage_args, **found.storage_options)
     for name in ("fs", "fo"):  # of caches and files, of zip files
         if (inner := getattr(found, name, None)) is not None:
             setattr(found, name, with_store_checks(inner))

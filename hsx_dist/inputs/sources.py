@@ -186,11 +186,11 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     options = checked_options(config.path, config.storage_options)
     _check_chain(config.path, shown)
     fs, path = _opened(config.path, options, shown)
+    fs = with_store_checks(fs)
     inner = innermost(fs)
     if isinstance(fs, CachingFileSystem) and "gs" in inner.protocol:
         # Given headers, gcsfs copies a file in one request. Its copy in parts never ends if one of them is short.
         inner.get_file = partial(inner.get_file, headers={})
-    fs = with_store_checks(fs)
     if (members := _zip_file(fs)) is not None:
         check_fetched(innermost(fs).fo, shown, in_order=False)
         _require_copy(config.path, options, members, shown)

@@ -237,7 +237,7 @@ class FsspecStore:
             if self._scheme in ("s3", "s3a"):
                 from hsx_dist.store.s3_answers import CheckedS3 as cls  # noqa: N813 - part of an extra
             elif self._scheme in ("gs", "gcs"):
-                from hsx_dist.store.gcs_attempts import OnceGcs as cls  # noqa: N813 - part of an extra
+                from hsx_dist.store.gcs_json import JsonGcs as cls  # noqa: N813 - part of an extra
         except ImportError as e:
             extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(self._scheme)
             what = install_extra(extra) if extra else "Install the package that fsspec names"

@@ -8,7 +8,7 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
@@ -290,10 +290,19 @@ class LocalStore:
     def _listed(
         self, prefix: str, after: str | None, unreadable: Callable[[str], None] | None = None
     ) -> Iterator[ObjectInfo]:
-        with suppress(FileNotFoundError), self._root.opened() as root:  # without a root nothing is stored yet
-            for name, found in FolderListing(self._root.path, root, prefix, after, unreadable).objects():
-                self._root.saw(name, found, "listed")
-                yield ObjectInfo(name, found.st_size)
+        with ExitStack() as opened:
+            try:
+                root = opened.enter_context(self._root.opened())
+            except FileNotFoundError:
+                return  # without a root nothing is stored yet
+            try:
+                for name, found in FolderListing(self._root.path, root, prefix, after, unreadable).objects():
+                    self._root.saw(name, found, "listed")
+                    yield ObjectInfo(name, found.st_size)
+            except FileNotFoundError:
+                self._root.require_still(root)
+                raise
+            self._root.require_still(root)
 
     @contextmanager
     def _translating(self, verb: str, name: str) -> Iterator[None]:

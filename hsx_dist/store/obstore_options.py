@@ -89,7 +89,7 @@ def _gcs(bucket: str, options: Mapping[str, Any]) -> Connection:
         if name in os.environ:
             raise NotTranslated(f"only obstore reads the environment variable {name}")
     try:
-        from gcsfs import GCSFileSystem
+        from gcsfs.core import GCSFileSystem
     except ImportError as e:
         raise ConfigError(f"store.backend obstore: expected the package gcsfs, got none. {install_extra('gcs')}") from e
     fs = GCSFileSystem(**{**options, "skip_instance_cache": True})

@@ -54,7 +54,8 @@ async def _request(session: Any, method: str, **how: Any) -> Any:
 class CheckedS3(S3FileSystem):  # type: ignore[misc]
     """s3fs's file system. Reads and uploads raise ``Unavailable`` for an answer that is none of the store's.
 
-    ``requires_objects``: the same for the size of an object. A store of runs itself says what an ETag is needed for.
+    ``requires_objects``: the same for the size of an object without an ETag. A store of runs itself says what an ETag
+    is needed for.
     """
 
     requires_objects = False
@@ -81,7 +82,10 @@ class CheckedS3(S3FileSystem):  # type: ignore[misc]
                 f"put {where}: expected an answer with the stored object's ETag, got another answer: the object may "
                 "not be stored. Check that the endpoint is the store, and no proxy"
             )
-        if method == "head_object" and self.requires_objects:
+        # An answer without both must not count as one of a store without versions, whose objects need no condition.
+        if method == "head_object" and (
+            self.requires_objects or not (answer.get("ETag") or answer.get("LastModified"))
+        ):
             require_object(answer, where)
         if method == "get_object":
             try:

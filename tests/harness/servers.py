@@ -43,14 +43,13 @@ class GcsServer:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """Options for fsspec and gcsfs. Set the variables of ``env`` before gcsfs is imported."""
+        """Options for fsspec and gcsfs."""
         return {"token": "anon", "project": "test", "endpoint_url": self.endpoint_url}
 
     @property
     def env(self) -> dict[str, str]:
         """Variables for clients that read the environment."""
-        # Without the second, gcsfs first tries a gRPC call in each operation, which takes a minute to fail here.
-        return {"STORAGE_EMULATOR_HOST": self.endpoint_url, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
+        return {"STORAGE_EMULATOR_HOST": self.endpoint_url}
 
 
 @dataclass(frozen=True)

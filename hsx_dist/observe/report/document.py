@@ -218,10 +218,11 @@ def _statistics(layers: Iterable[LayerStatistics]) -> str:
     )
     if not rows:
         return ""
+    body = "".join(row for *_, row in rows)
     return (
         '<section id="statistics"><h2>Statistics</h2><p class=note><code>hsx stats</code> stored them with the run. '
         "Data sets use them for scaling.</p>"
-        f'<table><tr><th>point</th><th class="n">layer</th>{head}</tr>{"".join(row for *_, row in rows)}</table></section>'
+        f'<table><tr><th>point</th><th class="n">layer</th>{head}</tr>{body}</table></section>'
     )
 
 

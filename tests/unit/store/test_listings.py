@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import pytest
 from hsx_dist.errors import Denied, NotFound, StoreError, Unavailable
 from hsx_dist.reading import open_run
 from hsx_dist.store import open_store
+from hsx_dist.store.folder_listing import FolderListing
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.retry import RetryStore
@@ -271,3 +273,33 @@ def test_a_name_that_the_file_system_gives_twice_is_listed_once(
 
     monkeypatch.setattr(os, "scandir", twice)
     assert [info.name for info in store.list()] == ["a", "b", "d/c"]
+
+
+def test_a_folder_that_is_removed_during_a_listing_is_not_an_empty_one(tmp_path: Path, monkeypatch: Any) -> None:
+    """Linux answers the scan of an open folder that was removed as if the folder were missing."""
+    store = LocalStore(tmp_path / "r")
+    store.put("a", [b"1"])
+    entries = FolderListing._entries
+
+    def removed(self: FolderListing, folder: str) -> Any:
+        shutil.rmtree(tmp_path / "r", ignore_errors=True)
+        return entries(self, folder)
+
+    monkeypatch.setattr(FolderListing, "_entries", removed)
+    with pytest.raises(Unavailable, match="existed before"):
+        list(store.list())
+
+
+def test_a_folder_that_is_replaced_during_a_listing_is_an_error(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "r")
+    for name in ("a", "b"):
+        store.put(name, [b"1"])
+    listed = store.list()
+    assert next(listed).name == "a"
+    (tmp_path / "r").rename(tmp_path / "away")
+    (tmp_path / "r").mkdir()
+    with pytest.raises(Unavailable, match="existed before"):
+        list(listed)
+    left = LocalStore(tmp_path / "away").list()
+    assert next(left).name == "a"
+    left.close()  # type: ignore[attr-defined]  # a listing that is not read to its end

@@ -11,7 +11,7 @@ import pytest
 from hsx_dist.errors import AlreadyExists, NotFound, StoreError, Unavailable
 from hsx_dist.format.presence import exists
 from hsx_dist.store import Store, open_store
-from hsx_dist.store.base import Conditional, stated_size
+from hsx_dist.store.base import Conditional, stated_size, version_of
 from hsx_dist.store.opening import Backend
 from hsx_dist.store.upload_answers import require_stored
 from hsx_dist.testing.stores import MemoryStore
@@ -70,6 +70,26 @@ def test_an_odd_answer_is_a_store_error(
     with pytest.raises(StoreError, match="conditional deletes" if call is _version else "a: |list ") as told:
         call(open_store("s3://b/r", options, backend=backend, retry_seconds=0))
     assert not told.value.retryable
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+def test_a_gateways_page_does_not_make_a_store_one_without_versions(backend: Backend) -> None:
+    """Without a version, an object is deleted and replaced without a condition."""
+
+    class PagedOnce(Answers):
+        asked = 0
+
+        def do_HEAD(self) -> None:
+            PagedOnce.asked += 1
+            if PagedOnce.asked == 1:
+                return self.answer(200, b"<html>Down for a moment</html>", Content_Type="text/html")
+            return self.answer_object(200, b"x")
+
+    with served(PagedOnce) as url:
+        store = open_store("s3://b/r", s3_options(url), backend=backend, retry_seconds=0)
+        with pytest.raises(Unavailable, match="ETag"):
+            version_of(store, "a")
+        assert version_of(store, "a") == '"1"'
 
 
 class Unproven(Answers):
