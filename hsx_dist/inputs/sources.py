@@ -331,6 +331,8 @@ def with_config_errors(do: Callable[[], _T], shown: str) -> _T:
         status = getattr(e.__cause__, "status", 404)  # fsspec calls every answer of a web server a missing file
         if isinstance(status, int) and status != 404:
             came, todo = f"the status {status}", "Check the URL and input.storage_options"
+            if 200 <= status < 300:
+                came = f"an answer that is not the whole file (status {status})"
             if 300 <= status < 400:
                 came = "a redirect that is not followed"
                 todo = "Name the URL behind it, or remove headers, cookies and passwords from input.storage_options"

@@ -209,9 +209,11 @@ def _parquet(
     refuse_joined_parquet(file, file.size, parquet.metadata)
     chosen = _chosen(parquet.schema_arrow.names, columns, needed, shown)
     check_fields(parquet.schema_arrow, chosen)
-    leaves = _leaves(parquet, chosen)
+    # Once: pyarrow makes this list again for each access. The schema's paths join names by dots, which names may have.
+    paths = parquet.reader.column_paths
+    leaves = {i: parquet.metadata.schema.column(i) for i, (name, *_) in enumerate(paths) if name in chosen}
     refuse_parquet_json(leaves.values())
-    first = {parquet.reader.column_paths[leaf][0]: leaf for leaf in reversed(leaves)}
+    first = {paths[leaf][0]: leaf for leaf in reversed(leaves)}
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
     _require_counts(parquet.metadata, groups, leaves, shown)
     _require_sizes(groups, leaves, file.size)
@@ -242,13 +244,6 @@ def _parquet(
                 f"{group.num_rows - missing} rows of {group.num_rows} with other values. Write or copy the file again"
             )
         pages.finish()
-
-
-def _leaves(parquet: Any, columns: Sequence[str]) -> dict[int, Any]:
-    """Return the schema of each stored column that belongs to one of ``columns``, by its number."""
-    # Not by ``path``, whose names are joined by dots: a name may have a dot, too.
-    paths = enumerate(parquet.reader.column_paths)
-    return {i: parquet.metadata.schema.column(i) for i, (name, *_) in paths if name in columns}
 
 
 def _require_counts(metadata: Any, groups: Sequence[Any], leaves: Mapping[int, Any], shown: str) -> None:

@@ -12,7 +12,7 @@ from yarl import URL
 from hsx_dist.config.urls import public_url
 from hsx_dist.errors import StoreError
 from hsx_dist.store.base import require_at_most
-from hsx_dist.store.partial_answers import PAGES, part_of, require_part
+from hsx_dist.store.partial_answers import PAGES, names_all, part_of, require_part
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]+)")
@@ -82,6 +82,7 @@ class RedirectedResponse(BoundedResponse):
     """An answer of an HTTP server, which may redirect reads. aiohttp follows a redirect after ``start``.
 
     An upload is never redirected: after a 303, aiohttp sends a GET. Its answer does not show that nothing is stored.
+    fsspec takes each answer to a read without a range for the whole object, also a part (206) or one without a body.
     """
 
     #: To which servers reads are redirected.
@@ -91,18 +92,29 @@ class RedirectedResponse(BoundedResponse):
         """Read the answer's headers.
 
         Raises:
-            ClientResponseError: the answer is a redirect that must not be followed.
+            ClientResponseError: the answer is a redirect that must not be followed, or may be a part of the object.
         """
         await super().start(connection)
-        if self.status in _REDIRECTS and not self._follows(self.headers.get("Location") or self.headers.get("URI")):
-            # aiohttp would take a ``StoreError``, which is an ``OSError``, for a lost connection.
-            raise aiohttp.ClientResponseError(
-                self.request_info,
-                self.history,
-                status=self.status,
-                message=f"expected an answer of this server, got a redirect. {self._todo()}",
+        if self.status in _REDIRECTS:
+            if not self._follows(self.headers.get("Location") or self.headers.get("URI")):
+                raise self._error(f"expected an answer of this server, got a redirect. {self._todo()}")
+        elif self.status < 400 and not self._may_be_whole():
+            raise self._error(
+                f"expected the whole object with the status 200, got the status {self.status} or a Content-Range. "
+                "Check the server, and proxies before it"
             )
         return self
+
+    def _may_be_whole(self) -> bool:
+        """Return False for an answer to a read without a range that is a part, or not the object as it is stored."""
+        if self.method not in ("GET", "HEAD") or "Range" in self.request_info.headers:
+            return True
+        named = self.headers.get("Content-Range")
+        return self.status == 200 and (named is None or names_all(named))
+
+    def _error(self, message: str) -> aiohttp.ClientResponseError:
+        # aiohttp would take a ``StoreError``, which is an ``OSError``, for a lost connection.
+        return aiohttp.ClientResponseError(self.request_info, self.history, status=self.status, message=message)
 
     def _follows(self, place: str | None) -> bool:
         if place is None or self.method not in ("GET", "HEAD"):  # without a place, the body would be the object

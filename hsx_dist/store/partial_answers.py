@@ -31,6 +31,12 @@ def part_of(status: int | None, content_range: str | None, start: int, stop: int
     return AnsweredPart(last - first + 1, None if named[3] == "*" else int(named[3]))
 
 
+def names_all(content_range: str) -> bool:
+    """Whether a ``Content-Range`` names all bytes of an object. Some servers send it with the whole object."""
+    named = _CONTENT_RANGE.fullmatch(content_range)
+    return named is not None and int(named[1]) == 0 and named[3] == str(int(named[2]) + 1)
+
+
 def require_part(where: str, part: AnsweredPart | None, start: int, stop: int, got: int) -> None:
     """Check the ``got`` bytes of an answer that names ``part``.
 

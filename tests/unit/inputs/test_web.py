@@ -15,7 +15,7 @@ from hsx_dist.config.urls import web_path
 from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.inputs.rows import read_rows
 from hsx_dist.inputs.web import check_web_file
-from tests.harness.http_server import served
+from tests.harness.http_server import Answers, served
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -122,3 +122,37 @@ def test_the_name_of_a_url_without_a_user_is_its_public_form(host: str, path: st
     assert web_path(f"https://{host}{path}") == public_url(f"https://{host}{path}")
     assert web_path(f"https://u:p@{host}{path}") == public_url(f"https://{host}{path}")
     assert "hunter2" not in web_path(f"https://proxy/https://u:hunter2@{host}{path}")
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("chain", ["", "simplecache::", "filecache::"])
+def test_an_answer_that_is_not_the_whole_file_is_no_file(chain: str) -> None:
+    """fsspec takes it for the file: rows would be missing."""
+    row = b'{"text": "a"}\n'
+    part, whole = {"Content_Range": "bytes 0-13/70"}, {"Content_Range": "bytes 0-13/14"}
+    answers: list[tuple[int, dict[str, str], bool]] = [
+        (200, {}, True),
+        (200, whole, True),
+        (200, part, False),
+        (206, part, False),
+        (206, {"Content_Range": "bytes 0-13/*"}, False),
+        *((status, {}, False) for status in (203, 204, 206, 226, 300)),
+    ]
+
+    class Handler(Answers):
+        def do_GET(self) -> None:
+            status, headers, _ = answers[int(self.path[1:].partition(".")[0])]
+            if status == 200 and not headers and "Range" in self.headers:
+                status, headers = 206, whole
+            self.answer(status, b"" if status == 204 else row, **headers)
+
+        do_HEAD = do_GET
+
+    with served(Handler) as url:
+        for i, (_, _, is_file) in enumerate(answers):
+            config = InputConfig(path=f"{chain}{url}/{i}.jsonl")
+            if is_file:
+                assert len(list(read_rows(config))) == 1
+                continue
+            with pytest.raises(ConfigError, match="got (an answer that is not the whole file|a redirect that)"):
+                list(read_rows(config))
