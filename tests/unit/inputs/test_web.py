@@ -154,5 +154,5 @@ def test_an_answer_that_is_not_the_whole_file_is_no_file(chain: str) -> None:
             if is_file:
                 assert len(list(read_rows(config))) == 1
                 continue
-            with pytest.raises(ConfigError, match="got (an answer that is not the whole file|a redirect that)"):
+            with pytest.raises(ConfigError, match=r"got (an answer that is not the whole file|a redirect that)"):
                 list(read_rows(config))
