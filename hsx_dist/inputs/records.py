@@ -74,7 +74,7 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
                         text = source.format == "text"
                         batches = _grouped((n, x) for n, x in items if not text or x is None or x.strip())
                     else:
-                        table = StoreFile(file, shown, stored)
+                        table = StoreFile(file, shown, stored, allowance.expand)
                         most = most_cost(found.max_row_bytes)
                         batches = read_columns(table, source.format, columns, needed, shown, most, allowance, at)
                     for batch in batches:

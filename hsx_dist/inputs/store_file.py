@@ -17,6 +17,8 @@ from hsx_dist.inputs.whole_file import not_whole
 _MOST_READS, _FREE_READ = 4, 1 << 16
 #: How often seeks may decompress a member of a zip file before they count. Arrow opens a file with 7.
 _FREE_SKIPS = 8
+#: Bytes of such a member that are decompressed at once before Arrow gets it.
+_PIECE = 1 << 20
 
 
 class StoreFailed(Exception):
@@ -37,26 +39,22 @@ class StoreFile(io.RawIOBase):
     ``failed``: the error of the file system that ended a read.
     ``last_read``: the number of bytes of the last read.
     ``stored``: the file's bytes in the store, if they are known.
+    ``expand``: counts the decompressed bytes of a zip file's member, which is read once to its end.
 
     Raises:
         ConfigError: the file is a stream. Arrow reads a file's end first.
+        BadZipFile: a zip file's member has another checksum than the zip file says.
     """
 
-    def __init__(self, file: IO[bytes], shown: str, stored: int | None) -> None:
+    def __init__(self, file: IO[bytes], shown: str, stored: int | None, expand: Callable[[int], None]) -> None:
         super().__init__()
         self._file, self._shown = file, shown
         self.failed: Exception | None = None  # Arrow gives some errors of a read another type
         self.at_read: Callable[[], None] | None = None
         self.after_read: Callable[[int, bytes], None] | None = None
         self.expands: Callable[[int], None] | None = None
-        try:
-            size = file.seek(0, io.SEEK_END)
-        except (OSError, ValueError) as e:
-            if stored is not None and not isinstance(e, ValueError):
-                raise
-            raise no_ranges(shown) from None
+        self.size = _read_once(file, expand) if isinstance(file, ZipExtFile) else _size(file, shown, stored)
         file.seek(0)
-        self.size = size
         self._read = self._skipped = self.last_read = 0
 
     def readable(self) -> bool:
@@ -117,3 +115,24 @@ class StoreFile(io.RawIOBase):
                 raise not_whole(self._shown, self.size, str(begin + len(data)))
             data += more
         return data
+
+
+def _size(file: IO[bytes], shown: str, stored: int | None) -> int:
+    try:
+        return file.seek(0, io.SEEK_END)
+    except (OSError, ValueError) as e:
+        if stored is not None and not isinstance(e, ValueError):
+            raise
+        raise no_ranges(shown) from None
+
+
+def _read_once(member: ZipExtFile, expand: Callable[[int], None]) -> int:
+    """Read a zip file's member to its end, which checks its checksum. Return its size.
+
+    From Python 3.12 on, a member is not checked after a seek. Arrow seeks, and would read changed rows.
+    """
+    size = 0
+    while data := member.read(_PIECE):
+        size += len(data)
+        expand(len(data))
+    return size

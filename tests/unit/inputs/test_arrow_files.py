@@ -387,7 +387,7 @@ def test_the_last_of_many_types_is_found_among_the_buffers(tmp_path: Path) -> No
             data = path.read_bytes()
             for name, column in columns.items():
                 with path.open("rb") as opened:
-                    schema, read = open_arrow(StoreFile(opened, "x", None))
+                    schema, read = open_arrow(StoreFile(opened, "x", None, Allowance().expand))
                     assert schema.names == list(columns)
                     batches = list(read([name]))
                 assert [b.column(0).to_pylist() for b in batches] == [column.to_pylist()], name
@@ -462,7 +462,7 @@ def test_the_metadata_of_fields_is_decoded_once(tmp_path: Path) -> None:
         data = path.read_bytes()
 
         def read() -> None:
-            file = StoreFile(BytesIO(data), "x", None)
+            file = StoreFile(BytesIO(data), "x", None, Allowance().expand)
             found = read_columns(file, "arrow", ["text"], ["text"], "x", 1 << 20, Allowance(), 0)
             assert sum(map(len, found)) == n
 

@@ -25,8 +25,8 @@ from fsspec.spec import AbstractBufferedFile
 from multidict import CIMultiDict
 
 from hsx_dist.config import InputConfig
-from hsx_dist.errors import ConfigError, Unavailable
-from hsx_dist.inputs import web
+from hsx_dist.errors import ConfigError, FormatError, Unavailable
+from hsx_dist.inputs import store_file, web
 from hsx_dist.inputs.read_ahead import check_fetched
 from hsx_dist.inputs.rows import read_rows
 from hsx_dist.inputs.web import check_stream
@@ -58,7 +58,7 @@ def _server(body: bytes, wrong: _Wrong | None = None, at: int = 1, **headers: st
             asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
             start, end = (int(asked[1]), min(int(asked[2]) + 1, len(body))) if asked else (0, len(body))
             found = wrong(start, end, body) if wrong is not None and at in (0, seen[0]) else None
-            status, part, more = found or _range(start, end, body)
+            status, part, more = found or (_range(start, end, body) if asked else (200, body, {}))
             return self.answer(status, part, ETag='"1"', Last_Modified="Thu, 01 Jan 2026 00:00:00 GMT", **more)
 
     with served(Handler) as url:
@@ -481,3 +481,66 @@ def test_a_local_file_may_grow_but_not_end_early() -> None:
         read(6)
     with pytest.raises(Unavailable, match="got 5 or more"):
         read(3, may_grow=False)
+
+
+@pytest.fixture
+def newer_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from Python 3.12 on, a seek in a member of a zip file ends the check of its checksum."""
+    seek = zipfile.ZipExtFile.seek
+
+    def seeked(member: Any, *place: int) -> int:
+        member._expected_crc = None
+        return seek(member, *place)
+
+    monkeypatch.setattr(zipfile.ZipExtFile, "seek", seeked)
+
+
+def _damaged(path: Path, files: dict[str, bytes], old: bytes, new: bytes) -> None:
+    """Write a zip file whose members have other bytes than their checksums say."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    data = path.read_bytes()
+    assert data.count(old) == 1
+    path.write_bytes(data.replace(old, new))
+
+
+@pytest.mark.usefixtures("in_process", "newer_python")
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_damaged_table_in_a_zip_file_gives_no_changed_rows(tmp_path: Path, form: str) -> None:
+    table, out, path = pa.table({"text": ["Pay 100 dollars"]}), io.BytesIO(), tmp_path / "a.zip"
+    if form == "parquet":
+        pq.write_table(table, out, use_dictionary=False, compression="none", write_statistics=False)
+    else:
+        with pa.ipc.new_file(out, table.schema) as writer:
+            writer.write_table(table)
+    files = {f"a.{form}": out.getvalue()}
+    _damaged(path, files, b"Pay 100", b"Pay 100")
+    assert len(list(read_rows(InputConfig(path=f"zip://a.{form}::{path}")))) == 1
+    _damaged(path, files, b"Pay 100", b"Pay 900")
+    with pytest.raises(FormatError, match=r"got broken compressed data after row -1 \(BadZipFile\)"):
+        list(read_rows(InputConfig(path=f"zip://a.{form}::{path}")))
+
+
+@pytest.mark.usefixtures("in_process", "newer_python")
+def test_a_damaged_list_of_a_saved_data_sets_files_in_a_zip_file_is_noticed(tmp_path: Path) -> None:
+    path, table = tmp_path / "a.zip", pa.table({"text": ["a"]})
+    out = io.BytesIO()
+    with pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table)
+    state = b'{"_data_files": [{"filename": "1.arrow"}], "_indices_data_files": null}'
+    _damaged(path, {"1.arrow": out.getvalue(), "2.arrow": out.getvalue(), "state.json": state}, b'"1.a', b'"2.a')
+    with pytest.raises(ConfigError, match="BadZipFile"):
+        list(read_rows(InputConfig(path=f"zip://::{path}")))
+
+
+def test_a_member_of_a_zip_file_is_counted_as_it_is_read_before_arrow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_file, "_PIECE", 1000)
+    counted: list[int] = []
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a", bytes(2500))
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive, archive.open("a") as member:
+        file = store_file.StoreFile(member, "a", None, counted.append)
+        assert (counted, file.size, file.tell()) == ([1000, 1000, 500], 2500, 0)
