@@ -110,7 +110,7 @@ class RedirectedResponse(BoundedResponse):
         if self.method not in ("GET", "HEAD") or "Range" in self.request_info.headers:
             return True
         named = self.headers.get("Content-Range")
-        return self.status == 200 and (named is None or names_all(named))
+        return self.status == 200 and (named is None or names_all(named, self.content_length))
 
     def _error(self, message: str) -> aiohttp.ClientResponseError:
         # aiohttp would take a ``StoreError``, which is an ``OSError``, for a lost connection.

@@ -31,10 +31,15 @@ def part_of(status: int | None, content_range: str | None, start: int, stop: int
     return AnsweredPart(last - first + 1, None if named[3] == "*" else int(named[3]))
 
 
-def names_all(content_range: str) -> bool:
-    """Whether a ``Content-Range`` names all bytes of an object. Some servers send it with the whole object."""
+def names_all(content_range: str, nbytes: int | None) -> bool:
+    """Whether a ``Content-Range`` names all bytes of an object. Some servers send it with the whole object.
+
+    ``nbytes``: the answer's length, if it is stated.
+    """
     named = _CONTENT_RANGE.fullmatch(content_range)
-    return named is not None and int(named[1]) == 0 and named[3] == str(int(named[2]) + 1)
+    if named is None or int(named[1]) != 0 or named[3] != str(int(named[2]) + 1):
+        return False
+    return nbytes in (None, int(named[3]))
 
 
 def require_part(where: str, part: AnsweredPart | None, start: int, stop: int, got: int) -> None:

@@ -134,6 +134,7 @@ def test_an_answer_that_is_not_the_whole_file_is_no_file(chain: str) -> None:
         (200, {}, True),
         (200, whole, True),
         (200, part, False),
+        (200, {"Content_Range": "bytes 0-69/70"}, False),
         (206, part, False),
         (206, {"Content_Range": "bytes 0-13/*"}, False),
         *((status, {}, False) for status in (203, 204, 206, 226, 300)),
