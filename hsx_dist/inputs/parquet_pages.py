@@ -9,8 +9,10 @@ if the page has fewer values. A list of 10 bytes may say 2 ** 31 lengths.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,8 @@ _DATA_HEADERS = {_DATA_PAGE: 5, _DATA_PAGE_V2: 8}  # type of a page → field of
 _ENCODINGS = {_DATA_PAGE: 2, _DATA_PAGE_V2: 4}  # type of a page → field of that header that has its encoding
 _LISTS = {6: 1, 7: 2}  # DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY → the lists of lengths before a page's texts
 _RLE = 3
+#: Arrow decompresses the second kind of pages of parquet-cpp before 2.0 also if they say that they are not compressed.
+_OLD_WRITER = re.compile(r"\s*parquet-cpp(?!\S)", re.IGNORECASE)
 
 
 class ParquetPages:
@@ -42,6 +46,8 @@ class ParquetPages:
         file: StoreFile,
         decoded: Callable[[Any], int],
         allowance: Allowance,
+        *,
+        old_writer: bool,
     ) -> None:
         """Follow the bytes that Arrow reads of ``file``.
 
@@ -49,12 +55,13 @@ class ParquetPages:
             chunks: pyarrow's schema and metadata of the column chunks that Arrow reads.
             decoded: the decoded bytes of a chunk, as the footer says.
             allowance: counts the pages, and their decoded bytes, or their share of the footer's if that is more.
+            old_writer: see ``has_old_writer``.
 
         Raises:
             ValueError: chunks overlap.
         """
         self._chunks = sorted(
-            (_ColumnChunk(schema, chunk, decoded(chunk), allowance) for schema, chunk in chunks),
+            (_ColumnChunk(schema, chunk, decoded(chunk), allowance, old_writer) for schema, chunk in chunks),
             key=lambda chunk: chunk.at,
         )
         self._starts = [chunk.at for chunk in self._chunks]
@@ -106,6 +113,17 @@ def stored_values(column: Any) -> int:
     return empty + len(column)
 
 
+def has_old_writer(metadata: Any) -> bool:
+    """Return whether Arrow may decompress pages of a file that say that they are not compressed.
+
+    ``metadata``: pyarrow's metadata of the file.
+    """
+    try:
+        return _OLD_WRITER.match(metadata.created_by or "") is not None
+    except UnicodeDecodeError:
+        return True
+
+
 class _ColumnChunk:
     """A column chunk.
 
@@ -115,18 +133,18 @@ class _ColumnChunk:
     """
 
     __slots__ = (
-        *("_allowance", "_claimed", "_codec", "_decoded", "_levels", "_taken", "_values"),
+        *("_allowance", "_claimed", "_codec", "_decoded", "_levels", "_old_writer", "_taken", "_values"),
         *("at", "held", "limit", "stop", "values"),
     )
 
-    def __init__(self, schema: Any, chunk: Any, decoded: int, allowance: Allowance) -> None:
+    def __init__(self, schema: Any, chunk: Any, decoded: int, allowance: Allowance, old_writer: bool) -> None:
         dictionary = chunk.dictionary_page_offset or 0
         self.at = min(chunk.data_page_offset, dictionary) if dictionary > 0 else chunk.data_page_offset  # as Arrow
         self.stop = self.limit = self.at + chunk.total_compressed_size
         self.values = self._values = chunk.num_values
         self._claimed, self._decoded, self._taken = decoded, 0, 0
         self.held = b""
-        self._allowance, self._codec = allowance, chunk.compression
+        self._allowance, self._codec, self._old_writer = allowance, chunk.compression, old_writer
         # Fields of the first data header with the encodings of the levels that a page has.
         levels = {3: schema.max_definition_level, 4: schema.max_repetition_level}
         self._levels = [number for number, most in levels.items() if most]
@@ -176,10 +194,11 @@ class _ColumnChunk:
         is_plain = inner.get(7) is False
         if is_plain:
             _check_lists(body, at, header.lists, values)
-        # Arrow also decompresses pages of parquet-cpp before 2.0 that say that they are not compressed.
+            if not self._old_writer:
+                return
         try:
             plain = self._decompressed(body[at:], decoded - at)
-        except (OSError, ValueError):
+        except (OSError, ValueError, LookupError):
             if is_plain:
                 return
             raise
@@ -192,8 +211,13 @@ class _ColumnChunk:
             return data
         if size < 0:
             raise ValueError("a page with more bytes of levels than bytes")
-        name = "lz4_raw" if self._codec == "LZ4" else self._codec.lower()
-        return pa.Codec(name).decompress(data, size, asbytes=True)  # type: ignore[no-any-return]
+        codec = pa.Codec("lz4_raw" if self._codec == "LZ4" else self._codec.lower())
+        found: bytes = codec.decompress(data, size, asbytes=True)
+        # pyarrow does not return how many bytes were written. If there are fewer, the others are any memory.
+        with suppress(OSError, ValueError):
+            if size > 1 and codec.decompress(data, size - 1, asbytes=True):
+                raise LookupError("a page with fewer decompressed bytes than its header says")
+        return found
 
 
 def _check_lists(data: bytes, at: int, lists: int, values: int) -> None:

@@ -22,7 +22,7 @@ from hsx_dist.inputs.arrow_files import (
 )
 from hsx_dist.inputs.joined import refuse_joined_parquet
 from hsx_dist.inputs.maps import Converters, converters
-from hsx_dist.inputs.parquet_pages import ParquetPages, stored_values
+from hsx_dist.inputs.parquet_pages import ParquetPages, has_old_writer, stored_values
 from hsx_dist.inputs.row_cost import cost_of_columns, referenced_bytes
 from hsx_dist.inputs.store_file import StoreFailed, StoreFile
 from hsx_dist.inputs.times import CHANGED_TIME, TimeChecks, rows_of_changed_times, time_checks
@@ -217,6 +217,7 @@ def _parquet(
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
     _require_counts(parquet.metadata, groups, leaves, shown)
     _require_sizes(groups, leaves, file.size)
+    old_writer = has_old_writer(parquet.metadata)
     # One row group at a time: Arrow cannot join nested dictionaries of two groups in a batch.
     for i, group in enumerate(groups):
         if not group.num_rows:
@@ -225,7 +226,7 @@ def _parquet(
         row = sum(_decoded_bytes(group.column(leaf)) for leaf in leaves) // group.num_rows
         rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
         chunks = ((schema, group.column(leaf)) for leaf, schema in leaves.items())
-        pages = ParquetPages(chunks, file, _decoded_bytes, allowance)
+        pages = ParquetPages(chunks, file, _decoded_bytes, allowance, old_writer=old_writer)
         file.after_read = pages.count
         missing = group.num_rows
         left = {name: group.column(leaf).num_values for name, leaf in first.items()}

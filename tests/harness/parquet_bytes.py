@@ -43,7 +43,7 @@ def data_page(
     texts: Iterable[str],
     codec: str = "none",
     *,
-    more: int = 0,
+    more: int | bytes = 0,
     v2: bool = False,
     crc: int = 0,
     lengths: Sequence[int] = (),
@@ -52,7 +52,7 @@ def data_page(
     """Return a data page with its header.
 
     Args:
-        more: bytes after the values.
+        more: bytes after the values, or the number of zeros.
         crc: added to the right checksum.
         lengths: for each list of lengths of 0 how many it says. The texts are then empty.
         compressed: False: a page of ``v2`` whose header says that it is not compressed.
@@ -113,7 +113,7 @@ class Chunk:
     dictionary: bytes = field(default=b"")
 
 
-def write_parquet(path: Path, groups: list[dict[str, Chunk]], codec: str = "none") -> None:
+def write_parquet(path: Path, groups: list[dict[str, Chunk]], codec: str = "none", *, writer: str = "") -> None:
     """Write required columns of texts: for each row group, the chunks by their columns' names."""
     body, stored_groups = b"PAR1", []
     for group in groups:
@@ -151,5 +151,6 @@ def write_parquet(path: Path, groups: list[dict[str, Chunk]], codec: str = "none
         (2, LIST, list_of(STRUCT, schema)),
         (3, I64, zigzag(rows)),
         (4, LIST, list_of(STRUCT, stored_groups)),
+        *([(6, BINARY, text(writer))] if writer else []),
     )
     path.write_bytes(body + footer + struct.pack("<I", len(footer)) + b"PAR1")

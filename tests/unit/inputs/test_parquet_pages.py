@@ -160,17 +160,42 @@ def test_pages_with_more_lengths_than_values_are_refused(
                 _texts(path)
 
 
-def test_a_page_that_may_be_compressed_or_not_is_refused(tmp_path: Path) -> None:
-    """If the file names parquet-cpp 1 as its writer, Arrow decompresses also a page that says it is not compressed."""
+@pytest.mark.parametrize("writer", ["", "parquet-cpp-arrow version 26.0.1", "parquet-mr version 1.14", "parquet-cpp"])
+def test_a_page_that_is_not_compressed_is_decompressed_only_for_an_old_writer(tmp_path: Path, writer: str) -> None:
+    """Its bytes may be LZ4, too, which has no mark of its beginning. Arrow decompresses such pages of parquet-cpp 1."""
     path = tmp_path / "a.parquet"
-    for more in (2, 3):
-        page = data_page([""] * 3, "lz4_raw", lengths=[3], more=more, v2=True, compressed=False)
-        write_parquet(path, [{"text": _chunk([page], 3)}], "lz4_raw")
-        if more == 3:
-            assert len(list(read_rows(InputConfig(path=str(path))))) == 3
-            continue
-        with pytest.raises(FormatError, match="in blocks of 1"):
-            _texts(path)
+    more = b"\0\0\1\0\xd0" + bytes(13)  # with the list before it, LZ4 of as many other bytes
+    page = data_page([""] * 3, "lz4_raw", lengths=[3], more=more, v2=True, compressed=False)
+    write_parquet(path, [{"text": _chunk([page], 3)}], "lz4_raw", writer=writer)
+    if writer != "parquet-cpp":
+        assert len(list(read_rows(InputConfig(path=str(path))))) == 3
+        return
+    with pytest.raises(FormatError, match="in blocks of 1"):
+        _texts(path)
+
+
+@pytest.mark.parametrize("codec", ["lz4", "lz4_raw"])
+def test_a_short_page_of_lz4_that_is_not_compressed_is_read(tmp_path: Path, codec: str) -> None:
+    path = tmp_path / "a.parquet"
+    encoding = {"text": "DELTA_LENGTH_BYTE_ARRAY"}
+    pq.write_table(
+        pa.table({"text": ["abcd"]}), path, use_dictionary=False, column_encoding=encoding, compression=codec,
+        data_page_version="2.0",
+    )  # fmt: skip
+    assert _texts(path) == ["abcd"]
+
+
+@pytest.mark.parametrize("codec", ["brotli", "gzip", "lz4_raw", "snappy", "zstd"])
+@pytest.mark.parametrize("v2", [False, True])
+def test_no_lengths_are_read_of_bytes_that_were_not_written(tmp_path: Path, codec: str, v2: bool) -> None:
+    """A codec may write fewer bytes than the header says. The buffer's others are any memory."""
+    path = tmp_path / "a.parquet"
+    page = data_page([""] * 3, codec, lengths=[3], v2=v2)
+    longer = page.replace(b"\5\4" + zigzag(7), b"\5\4" + zigzag(47), 1)
+    assert longer != page
+    write_parquet(path, [{"text": _chunk([longer], 3)}], codec)
+    with pytest.raises(FormatError, match=r"fewer decompressed bytes|Corrupt ZSTD"):
+        _texts(path)
 
 
 @pytest.mark.parametrize("codec", ["none", "brotli", "gzip", "lz4", "zstd", "snappy"])
