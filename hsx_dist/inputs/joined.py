@@ -52,7 +52,7 @@ def refuse_joined_parquet(file: io.RawIOBase, size: int, metadata: Any) -> None:
             begins = [at for at in (chunk.dictionary_page_offset, chunk.data_page_offset) if at]
             ends.append(min(begins, default=0) + chunk.total_compressed_size)
     footer = size - 8 - metadata.serialized_size
-    _refuse_joined(file, footer - max(ends), 2 * _PARQUET_MAGIC, footers=True)
+    _refuse_joined(file, footer - max(ends), _PARQUET_MAGIC, footers=True)
 
 
 def refuse_joined_arrow(file: io.RawIOBase, footer_at: int, footer: bytes) -> None:
@@ -90,20 +90,21 @@ def _footer(data: bytes, at: int, end: int) -> int | None:
 
 
 def _refuse_joined(file: io.RawIOBase, gap: int, magic: bytes, *, footers: bool) -> None:
-    """Raise FormatError if ``magic`` is where another file's end meets a file's begin, or if that is not known.
+    """Raise FormatError if ``magic`` is where another file ends or begins, or if that is not known.
 
-    A row's text may be the magic, too. With ``footers``, the first bytes of the footer before it decide: its length is
-    a claim. They are mostly in the bytes that are searched.
+    Other bytes may be between two files, such as a line's end. A row's text may be the magic, too. With ``footers``,
+    the first bytes of the footer before it decide: its length is a claim. They are mostly in the bytes that are
+    searched.
 
     Args:
         gap: bytes between the parts that the footer names and the footer itself. They are at least the bytes of the
             files before the last one, because the footer counts from its own file's begin. So the last file begins
             within the first ``gap`` bytes, and at their end but for its own marks, page indexes and filters.
-        footers: half of ``magic`` ends the first file, after a footer. Otherwise ``magic`` begins the second file.
+        footers: ``magic`` ends the first file, after a footer. Otherwise it begins the second file.
     """
     if gap < _LEAST:
         return
-    before = len(magic) // 2 if footers else 0
+    before = len(magic) if footers else 0
     places, stop = 0, gap + len(magic) - before
     # From the end, where the last file begins. Texts of the first file's rows are before.
     while stop > len(magic):

@@ -91,13 +91,24 @@ def test_joined_tables_are_refused(
         _read(path)
 
 
+@pytest.mark.parametrize("name", _WRITERS)
+@pytest.mark.parametrize("between", [b"\n", b"\r\n", bytes(3), bytes(12), bytes(512)], ids=len)
+def test_tables_that_were_joined_with_bytes_between_them_are_refused(tmp_path: Path, name: str, between: bytes) -> None:
+    path = tmp_path / name
+    first, second, empty = (_WRITERS[name](_texts(rows, seed)) for seed, rows in enumerate((50, 50, 0)))
+    for parts in ([first, second], [first, empty], [empty, second], [first, second, first]):
+        path.write_bytes(between.join(parts))
+        with pytest.raises(FormatError, match=_JOINED):
+            _read(path)
+
+
 def test_a_text_with_the_magics_is_read(tmp_path: Path) -> None:
     """Otherwise one row of a file with a page index ends the job."""
     path = tmp_path / "in.parquet"
-    texts = pa.table({"text": ["PAR1PAR1 ARROW1\0\0", *map(str, range(5000))]})
+    texts = pa.table({"text": ["PAR1", "PAR1PAR1 ARROW1\0\0", *map(str, range(5000))]})
     options = {"compression": "none", "use_dictionary": False, "data_page_size": 256, "write_page_index": True}
     path.write_bytes(_parquet(texts, **options))
-    assert _read(path) == 5001
+    assert _read(path) == 5002
     path.write_bytes(_parquet(texts, **options) * 2)
     with pytest.raises(FormatError, match=_JOINED):
         _read(path)
@@ -134,27 +145,27 @@ def test_a_file_is_found_where_two_reads_meet(monkeypatch: pytest.MonkeyPatch, s
     begin = b"PAR1" + b"\x15\2\x19" + bytes(57) + (60).to_bytes(4, "little")
     data = begin + b"PAR1PAR1" + bytes(50 + shift)
     with pytest.raises(FormatError, match=_JOINED):
-        joined._refuse_joined(io.BytesIO(data), len(data), b"PAR1PAR1", footers=True)
+        joined._refuse_joined(io.BytesIO(data), len(data), b"PAR1", footers=True)
 
 
 def test_few_footers_are_looked_for_outside_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined, "_READ", 1 << 14)
     text = (1 << 14).to_bytes(4, "little") + b"PAR1PAR1"  # a length that leads out of the bytes that are searched
     file = _Reads(bytes(1 << 16) + text * 1000)
-    with pytest.raises(FormatError, match="very many texts PAR1PAR1"):
-        joined._refuse_joined(file, len(file.getvalue()), b"PAR1PAR1", footers=True)
+    with pytest.raises(FormatError, match="very many texts PAR1 there"):
+        joined._refuse_joined(file, len(file.getvalue()), b"PAR1", footers=True)
     assert file.count < 110
     file = _Reads(bytes(1 << 16) + b"\0\0\0\1PAR1PAR1" * 1000)
-    joined._refuse_joined(file, len(file.getvalue()), b"PAR1PAR1", footers=True)
+    joined._refuse_joined(file, len(file.getvalue()), b"PAR1", footers=True)
     assert file.count < 10
 
 
 def test_bytes_that_no_footer_explains_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined, "_READ", 1 << 10)
     monkeypatch.setattr(joined, "_MOST", 1 << 14)
-    joined._refuse_joined(io.BytesIO(bytes(1 << 14)), 1 << 14, b"PAR1PAR1", footers=True)
+    joined._refuse_joined(io.BytesIO(bytes(1 << 14)), 1 << 14, b"PAR1", footers=True)
     with pytest.raises(FormatError, match="at most 16384 bytes of page indexes and filters, got more"):
-        joined._refuse_joined(io.BytesIO(bytes(1 << 15)), 1 << 15, b"PAR1PAR1", footers=True)
+        joined._refuse_joined(io.BytesIO(bytes(1 << 15)), 1 << 15, b"PAR1", footers=True)
 
 
 def _zipped(name: str) -> bytes:
