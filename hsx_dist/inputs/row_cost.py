@@ -162,15 +162,19 @@ def _cost(values: Any, starts: _Numbers, sizes: _Numbers, most: int) -> int:
 
 
 def _cost_of_references(values: Any, at: _Numbers, most: int) -> int:
-    """Return the cost of the values to which the elements ``at`` refer. No element is null."""
+    """Return the cost of the values to which the elements ``at`` refer. No element is null.
+
+    A structure with an element may be null: then the element's reference has no meaning.
+    """
     import pyarrow as pa
 
     kind, types = values.type, pa.types
     if types.is_string_view(kind) or types.is_binary_view(kind):  # each begins with its length
-        return _TEXT_BYTE * int(_buffer(values, 1, np.dtype("4i4"))[at, 0].sum(dtype=np.int64))
+        return _TEXT_BYTE * int(_buffer(values, 1, np.dtype("4i4"))[at, 0].clip(0).sum(dtype=np.int64))
     if types.is_dictionary(kind):
-        places = _buffer(values.indices, 1, kind.index_type.to_pandas_dtype())[at]
-        return _cost(values.dictionary, places.astype(np.int64), np.ones(len(at), np.int64), most)
+        places = _buffer(values.indices, 1, kind.index_type.to_pandas_dtype())[at].astype(np.int64)
+        places = places[(places >= 0) & (places < len(values.dictionary))]
+        return _cost(values.dictionary, places, np.ones(len(places), np.int64), most)
     raise FormatError(f"expected columns of a type that has Python values, got {head(str(kind), 80)}. Cast the column")
 
 

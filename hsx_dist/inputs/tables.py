@@ -143,14 +143,35 @@ def _first_line(error: BaseException) -> str:
 def _check(column: Any) -> None:
     """Check a column's offsets and lengths, which Arrow does not check when it reads a file.
 
-    Accepts values that their type forbids, such as text that is not UTF-8: only their rows are refused, later.
+    Accepts values that their type forbids, such as text that is not UTF-8: only their rows are refused, later. Accepts
+    any index of a dictionary in a structure that is null: Arrow writes 0 there, also for an empty dictionary.
     """
     import pyarrow as pa
 
     try:
         column.validate(full=True)
     except pa.ArrowInvalid:
-        column.view(_with_any_value(column.type)).validate(full=True)
+        _check_used(column.view(_with_any_value(column.type)))
+
+
+def _check_used(column: Any) -> None:
+    """Check the offsets and lengths of a column, but not of values in structures that are null."""
+    import pyarrow as pa
+
+    types, kind = pa.types, column.type
+    if types.is_struct(kind):
+        for values in column.flatten():  # null where the structure is
+            _check_used(values)
+    elif types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
+        children = [column.keys, column.items] if types.is_map(kind) else [column.values]
+        offsets = pa.large_list(pa.null()) if types.is_large_list(kind) else pa.list_(pa.null())
+        pa.Array.from_buffers(
+            *(offsets, len(column), column.buffers()[:2]), offset=column.offset, children=[pa.nulls(len(children[0]))]
+        ).validate(full=True)
+        for values in children:
+            _check_used(values)
+    else:
+        column.validate(full=True)
 
 
 def _new_part(column: Any, known: dict[str, Any], name: str) -> Any:

@@ -369,6 +369,49 @@ def test_a_wrong_place_in_a_dictionary_is_refused_in_every_batch(tmp_path: Path,
             _read(tmp_path / "a.arrow")
 
 
+_INFO = pa.struct([("lang", pa.dictionary(pa.int32(), pa.string()))])
+
+
+@pytest.mark.parametrize("form", _WRITERS)
+@pytest.mark.parametrize(
+    ("kind", "null", "value"),
+    [
+        (_INFO, None, {"lang": "en"}),
+        (pa.list_(_INFO), [None, None], [{"lang": "en"}, None]),
+        (pa.large_list(_INFO), [None], [None, {"lang": "en"}]),
+        (pa.map_(pa.string(), _INFO), [("a", None)], {"a": {"lang": "en"}}),
+        (pa.struct([("a", _INFO)]), {"a": None}, {"a": {"lang": "en"}}),
+        (pa.struct([("a", pa.list_(_INFO))]), {"a": [None]}, {"a": [{"lang": "en"}]}),
+    ],
+    ids=["structure", "list", "large list", "map", "structures", "list in a structure"],
+)
+def test_a_dictionary_without_values_in_structures_that_are_null_is_read(
+    tmp_path: Path, form: str, kind: Any, null: Any, value: Any
+) -> None:
+    """Arrow writes the index 0 in such a structure."""
+    path, schema = tmp_path / "a.arrow", pa.schema([("text", pa.string()), ("more", kind)])
+    values = [[null, None], [value]]
+    batches = [pa.record_batch([pa.array(["a"] * len(v)), pa.array(v, kind)], schema) for v in values]
+    with pytest.raises(pa.ArrowInvalid, match="out of bounds"):
+        batches[0].validate(full=True)
+    _write(path, batches if form == "stream" else batches[:1], form)
+    rows = _read(path, metadata=["more"])
+    assert [row.metadata["more"] for row in rows if isinstance(row, Row)][1:] == [None, value][: len(rows) - 1]
+    assert all(isinstance(row, Row) for row in rows)
+
+
+@pytest.mark.parametrize("nulls", [[False, False], [True, False]])
+def test_a_wrong_place_in_a_structure_that_is_not_null_is_refused(tmp_path: Path, nulls: list[bool]) -> None:
+    places = pa.DictionaryArray.from_arrays(pa.array([0, 0], pa.int32()), pa.array([], pa.string()), safe=False)
+    for info in (
+        pa.StructArray.from_arrays([places], ["lang"], mask=pa.array(nulls)),
+        _in_lists(pa.StructArray.from_arrays([places], ["lang"], mask=pa.array(nulls))),
+    ):
+        _write(tmp_path / "a.arrow", [pa.record_batch({"text": ["a"] * len(info), "more": info})])
+        with pytest.raises(FormatError, match="to be a whole arrow file"):
+            _read(tmp_path / "a.arrow", metadata=["more"])
+
+
 @pytest.mark.parametrize("rows", [100, 300])
 def test_nested_dictionaries_of_several_row_groups_are_read(tmp_path: Path, rows: int) -> None:
     role = pa.dictionary(pa.int32(), pa.string())
