@@ -247,6 +247,10 @@ class _RowCheck:
             text = _decoded(line, number).rstrip("\r\n")
         except InputError as e:
             return self._refused(row, number, str(e))
+        if text.startswith("\ufeff"):  # of a file with a mark that was joined to another one
+            return self._refused(
+                row, number, "expected U+FEFF only where the file begins, got it where a line begins. Remove it"
+            )
         if number == 0 and "\r" in text and not line.endswith(b"\n"):
             return self._refused(
                 row, number, "expected lines that end with LF or CR LF, got a file whose lines end with CR. Convert it"

@@ -385,3 +385,16 @@ def test_parts_of_a_messages_content_have_no_null_members() -> None:
     (row,) = rows_from([{"messages": [{"role": "user", "content": parts, "name": None}]}], InputConfig())
     assert isinstance(row, Row)
     assert row.messages == [{"role": "user", "content": [{"type": "text", "text": "two"}]}]
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_mark_of_a_joined_text_file_does_not_become_text(tmp_path: Path, mark: str) -> None:
+    """Each text file of some editors begins with U+FEFF. Their rows would differ by a letter that is not shown."""
+    path = tmp_path / "in.txt"
+    path.write_text(f"{mark}one\n\ufefftwo\nthr\ufeffee\n", encoding="utf-8")
+    first, second, third = read_rows(InputConfig(path=str(path)))
+    assert isinstance(first, Row)
+    assert isinstance(third, Row)
+    assert (first.text, third.text) == ("one", "thr\ufeffee")
+    assert isinstance(second, RowFate)
+    assert "expected U+FEFF only where the file begins" in str(second.reason)
