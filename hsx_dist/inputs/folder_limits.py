@@ -87,6 +87,26 @@ class ZipFolders:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fs, name)
 
+    def named(self, path: str, *, as_folder: bool) -> Any:
+        """Return what fsspec says about the input's path. ``as_folder``: a slash ends it, so a file is not meant.
+
+        fsspec returns only one of a file and a folder of one name. The rows of the other would be missing.
+
+        Raises:
+            ConfigError: a file and a folder have the name.
+            FileNotFoundError: neither has it.
+        """
+        name = path.rstrip("/")
+        siblings = self._members.get(name.rpartition("/")[0].rstrip("/"), [])
+        if len({member["type"] for member in siblings if member["name"] == name}) < 2:
+            return self._fs.info(path)
+        if as_folder:
+            return {"name": path, "size": 0, "type": "directory"}
+        raise ConfigError(
+            f"input.path: expected a file or a folder, got both with the name {head(name, 200)!r} in the zip file. Put "
+            "a slash at the end of the name to read the folder, or rename one"
+        )
+
     def ls(self, folder: str, **_: Any) -> list[dict[str, str]]:
         """Return the members of a folder.
 

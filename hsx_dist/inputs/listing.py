@@ -96,6 +96,8 @@ def _find(config: InputConfig, shown: str) -> Input:
         # First without globbing: * and [ may be letters of a name, and ? begins the query of an http URL.
         if isinstance(fs, BucketFolders):
             info = fs.named(path, as_folder=config.path.endswith("/"))
+        elif isinstance(fs, ZipFolders):
+            info = fs.named(path, as_folder=config.path.partition("::")[0].endswith("/"))
         else:
             info = file_info(fs, path)
     except FileNotFoundError:

@@ -388,6 +388,18 @@ def test_a_member_whose_name_looks_like_an_address_is_decompressed(tmp_path: Pat
     assert [row.text for row in read(f"zip://*::{tmp_path}/in.zip")] == ["a", "b"]
 
 
+@pytest.mark.parametrize("more", [[], ["in/"]])
+def test_a_file_and_a_folder_of_one_name_in_a_zip_file_are_not_confused(tmp_path: Path, more: list[str]) -> None:
+    """fsspec returns only one of them."""
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as file:
+        for name in ("a/in", *(f"a/{name}" for name in more), "a/in/0.jsonl"):
+            file.writestr(name, "" if name.endswith("/") else '{"text": "a"}\n')
+    with pytest.raises(ConfigError, match="expected a file or a folder, got both with the name 'a/in'"):
+        read(f"zip://a/in::{tmp_path}/in.zip")
+    assert keys(f"zip://a/in/::{tmp_path}/in.zip") == ["0:00000000"]
+    assert keys(f"zip://a/in/0.jsonl::{tmp_path}/in.zip") == ["0:00000000"]
+
+
 @pytest.mark.parametrize("name", ["./b.jsonl", "a/./b.jsonl", "a/../b.jsonl"])
 def test_a_member_whose_path_has_a_step_that_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
     """Its rows would be missing: a name that begins with "." is hidden."""
