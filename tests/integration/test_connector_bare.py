@@ -420,7 +420,7 @@ def test_a_script_for_vllms_own_connector_runs_with_two_strings_changed(tiny_mod
         env=env,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -37,7 +37,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**env, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -66,7 +66,7 @@ def test_a_page_runs_from_its_first_block_to_its_last(page: str, checkout: Path)
         env={**env, "PATH": path, "PYTHONPATH": str(checkout), "VLLM_CPU_KVCACHE_SPACE": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

@@ -18,7 +18,7 @@ def test_a_short_round_of_ours_and_of_vllms_own(tmp_path):
     short = ["--rounds", "1", "--windows", "2", "--seconds", "1"]
     argv = ["--loads", LOAD, "--sinks", "direct,vllm", *short, "--results", str(tmp_path)]
     argv = [sys.executable, "-m", "benchmarks.engine", *argv]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "engine.json").read_text())
     assert [(c["load"], c["sink"]) for c in found["cells"]] == [(LOAD, "direct"), (LOAD, "vllm")]
@@ -32,7 +32,7 @@ def test_captures_are_switched_within_one_engine(tmp_path):
     load = "thin/5/prefill/host"
     argv = ["--loads", load, "--rounds", "1", "--windows", "2", "--seconds", "4", "--results", str(tmp_path)]
     argv = [sys.executable, "-m", "benchmarks.engine", *argv]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "engine.json").read_text())
     assert [c["sink"] for c in found["cells"]] == ["none", "null", "direct-cache", "taps-cache", "taps-sink"]

@@ -22,7 +22,7 @@ def test_exact_numbers_with_the_v2_runner_and_asynchronous_scheduling(tmp_path):
         env={**os.environ, **gpu_defaults(tmp_path / "plugins")},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-5000:]

@@ -57,7 +57,7 @@ def shown(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         env={**os.environ, "PYTHONPATH": str(Path.cwd()), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

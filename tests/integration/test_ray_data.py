@@ -83,15 +83,15 @@ def test_a_run_is_read_and_exported_by_rays_tasks(ray_cluster: RayHead, tmp_path
     points = str(tmp_path / "points")
     run_of(point_sample("a").segments(0), point_sample("b", 5, seed=9).segments(0), store=open_store(points))
     argv = [sys.executable, str(program), ray_cluster.address, url, str(tmp_path / "out"), points]
-    done = subprocess.run(argv, env={**os.environ, **ray_cluster.env}, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(argv, env={**os.environ, **ray_cluster.env}, capture_output=True, text=True, timeout=560)
     assert done.stdout.strip().endswith("FINE"), done.stderr[-4000:]
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 30
     # The job's entry point joins the cluster without an address, and finds all files written.
     again = [sys.executable, "ray_jobs/export.py", url, str(tmp_path / "out"), "--to"]
     env = {**os.environ, **ray_cluster.env}
-    done = subprocess.run([*again, "vllm"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*again, "vllm"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=560)
     assert "0 files written, 30 existed before; complete" in done.stdout, done.stdout + done.stderr[-4000:]
-    done = subprocess.run([*again, "nobody"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*again, "nobody"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=560)
     assert (done.returncode, "expected one of" in done.stderr) == (2, True), done.stderr
 
 
@@ -116,6 +116,6 @@ def test_no_process_of_a_command_imports_modules_of_its_working_folder(
         env |= {**ray_cluster.env, "RAY_ADDRESS": ray_cluster.address}
     else:
         env |= {"RAY_TMPDIR": "/tmp"} | ({} if address is None else {"RAY_ADDRESS": address})
-    done = subprocess.run(argv, cwd=run, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(argv, cwd=run, env=env, capture_output=True, text=True, timeout=560)
     assert not trap.exists(), trap.read_text()
     assert "1 files written; complete" in done.stdout, done.stdout + done.stderr[-4000:]

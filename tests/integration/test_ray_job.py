@@ -101,7 +101,7 @@ def submit(config: Path, cluster, *overrides: str) -> subprocess.CompletedProces
         env=cluster.env,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=560,
         check=False,
     )
 

@@ -53,7 +53,7 @@ def extract(rows: Path, output: Path, dtype: str) -> str:
         ],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -120,7 +120,7 @@ def test_a_run_that_a_stored_version_began_is_finished(version: int, tmp_path: P
         ],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
