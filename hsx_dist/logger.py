@@ -92,6 +92,15 @@ def has_named_secret(args: Any) -> bool:
     return any(not _is_plain(value) and names_secret(name) for value, name in _named(args))
 
 
+def shows_no_secret(args: Any) -> bool:
+    """Whether redaction hides nothing of the text of each argument. ``repr`` shows another text of an error."""
+    try:
+        texts = [str(value) for value, _ in _named(args) if not _is_plain(value)]
+    except Exception:  # noqa: BLE001 - any code of a library
+        return False
+    return all(redacted(text) == text for text in texts)
+
+
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (int, float))
 

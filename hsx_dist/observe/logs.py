@@ -25,6 +25,7 @@ from hsx_dist.logger import (
     hide_exception,
     redacted_argument,
     shown_traceback,
+    shows_no_secret,
 )
 from hsx_dist.text import ascii_json, printable_lines
 
@@ -182,7 +183,9 @@ def _message(record: logging.LogRecord) -> tuple[str, bool]:
     _thread.formats = True
     try:
         with suppress(Exception):  # any code of a library
-            clean = not args or (redact_text(text := repr(args)) == text and not has_named_secret(args))
+            clean = not args or (
+                redact_text(text := repr(args)) == text and not has_named_secret(args) and shows_no_secret(args)
+            )
             if not clean:
                 hide_arguments(record, redacted_argument)
             return record.getMessage(), not own and (clean or isinstance(args, tuple))

@@ -228,6 +228,28 @@ library.error("no answer of %(url).30s", {{"url": url}})
     assert shown.count("\nno answer of https://h/x\n") == 2
 
 
+def test_an_error_is_redacted_before_its_template_cuts_it() -> None:
+    """Its ``repr`` does not show its text."""
+    program = f"""{SEEN}
+class Odd(Exception):
+    def __str__(self):
+        return "failed: " + url
+library.error("%.30s", Odd())
+library.error("%(error).30s", {{"error": Odd()}})
+library.error("%.30r of %s", "\\t" + url, Odd())
+class Braces(logging.LogRecord):
+    def getMessage(self):
+        return str(self.msg).format(*self.args)
+logging.setLogRecordFactory(Braces)
+redact_records.cache_clear()
+redact_records()
+library.error("{{!s:.30}}", Odd())
+"""
+    shown = output(program, "INFO", f"https://{SECRET}{'x' * 30}@h/x")
+    assert SECRET[:4] not in shown
+    assert shown.count("\nfailed: https://h/x\n") == 3
+
+
 def test_a_record_with_wrong_arguments_is_shown_redacted() -> None:
     program = f"""{SEEN}
 class Broken:
