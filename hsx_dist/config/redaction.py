@@ -6,7 +6,16 @@ import re
 from collections.abc import Iterable, Iterator
 from urllib.parse import unquote
 
-from hsx_dist.config.encoded import is_encoded, plain_form, with_ports
+from hsx_dist.config.encoded import (
+    ROUNDS,
+    decoded,
+    is_encoded,
+    joined,
+    plain_form,
+    separated,
+    with_marked_ports,
+    with_ports,
+)
 from hsx_dist.config.secret_names import HIDDEN, is_env_reference, looks_secret, parameter_looks_secret
 from hsx_dist.config.tokens import BEFORE_TOKEN, KNOWN_TOKEN
 from hsx_dist.config.urls import AT, between_links, breaks_the_rule, links_of, public_link
@@ -32,9 +41,9 @@ _BEFORE_KEY = re.compile(r"([\w.-]{1,40}) \Z")
 _BARE = re.compile(r"(\[[0-9A-Fa-f:.%]*\])?[^'\"<>()\[\]{},;`|\0-\x1f]*")
 #: ``USER:PASSWORD@HOST`` may be in one word with a link, behind a comma.
 _ADDRESS = re.compile(r"[^\s,'\"]+")
-#: A parameter's name, up to its value. JSON of some languages has the code of ``&``.
-_PARAMETER = re.compile(r"(?:[?&;#]|\\u0026)([^=&;#?\s\\]++)=")
-_PARAMETER_ENDS = re.compile(r"[&\s'\"<>]|\\u0026|\Z")
+#: The separator, the name and the ``=`` of a parameter. JSON and ``repr`` of some languages have codes of characters.
+_PARAMETER = re.compile(r"(?:([?&;#])|\\(?:u00|x)(26|3f|3b|23))([^=&;#?\s\\]++)(?:=|\\++(?:u00|x)3d)", re.IGNORECASE)
+_PARAMETER_ENDS = re.compile(r"[&\s'\"<>]|\\u0026|(?<!\\)\\++['\"]|\Z")
 #: The quotes of JSON within JSON have backslashes.
 _QUOTE = r"(\\*(?:'''|\"\"\"|['\"]))"
 #: Text of a list or of an object that is in no quotes, such as ``None, 1, [``. JSON within JSON may have ``\n`` in it.
@@ -47,6 +56,9 @@ _SETTING = re.compile(
 )
 #: The next quoted text of a list or of an object, also the name of its next member.
 _NEXT_VALUE = re.compile(_UNQUOTED + _QUOTE)
+#: What precedes the text of a quoted value, and the words before a token.
+_OPENING = re.compile(rf"[\[({{]{{0,9}}(?i:[bfru]{{0,2}}){_QUOTE}")
+_SCHEME = re.compile(r"(?:bearer|basic)\s{1,4}", re.IGNORECASE)
 _NAME = re.compile(r"[\w.-]+")
 _IS_NAME = re.compile(r"\\*['\"]\s{0,40}[:=]")
 _ELEMENT = re.compile(rf"<([\w.:-]++)(\s[^<>]*+)?>(?!{_HIDDEN})(?:\s{{0,40}}<!\[CDATA\[)?[^<]+")
@@ -55,7 +67,7 @@ _TOKEN = re.compile(
 )
 #: A member of a connection string.
 _KEY = re.compile(
-    rf"(accountkey|accesskey|accesssignature|\b(?:password|passwd|pwd))=(?!{_HIDDEN})[^;\s'\"]+",
+    rf"(accountkey|accesskey|accesssignature|\b(?:password|passwd|pwd))=(?!{_HIDDEN}|\\+['\"])[^;\s'\"]+",
     re.IGNORECASE,
 )
 _PRIVATE_KEY = re.compile(
@@ -118,17 +130,22 @@ def _ends(head: str, tail: str) -> str:
 
 
 def _hidden(text: str) -> str:
-    return _masked(text).replace(_MASK, HIDDEN)
+    text = _masked(text)
+    if is_encoded(text):
+        text = _WORD.sub(lambda found: _encoded(found[0]), text.replace(HIDDEN, _MASK))
+    return text.replace(_MASK, HIDDEN)
 
 
 def _masked(text: str) -> str:
+    """Return ``text`` with ``_MASK`` or ``HIDDEN`` in place of credentials that are not encoded."""
     # The values of names are replaced before links are searched: the ``@`` of a password in the same word would end the
     # user of a link. Most texts lack the characters that the slower patterns need.
     text = _PRIVATE_KEY.sub(rf"\1 {_MASK}", text)
-    if "=" in text:
-        text = _without(text, _parameters(text))
+    # Quoted values are replaced before parameters: the end of a parameter may be the quote in front of a value.
     if "'" in text or '"' in text:
         text = _without(text, _settings(text))
+    if "=" in text or "\\" in text:
+        text = _without(text, _parameters(text))
     text = _ELEMENT.sub(
         lambda found: f"<{found[1]}{found[2] or ''}>{_MASK}" if looks_secret(found[1]) else found[0], text
     )
@@ -139,8 +156,6 @@ def _masked(text: str) -> str:
         text = _WORD.sub(lambda found: _links(found[0]), text)
     if "@" in text:
         text = _ADDRESS.sub(lambda found: _address(found[0]), text)
-    if is_encoded(text):
-        text = _WORD.sub(lambda found: _encoded(found[0]), text.replace(HIDDEN, _MASK))
     return text
 
 
@@ -158,10 +173,16 @@ def _parameters(text: str) -> Iterator[tuple[int, int]]:
     at = 0
     while found := _PARAMETER.search(text, at):
         at = found.end()
-        if parameter_looks_secret(unquote(found[1]), found[0][0]) and not text.startswith(HIDDEN, at):
-            end = _PARAMETER_ENDS.search(text, at)
-            start, at = at, end.start() if end is not None else len(text)
-            if at > start:
+        separator = found[1] or chr(int(found[2], 16))
+        if parameter_looks_secret(unquote(found[3]), separator) and not text.startswith(HIDDEN, at):
+            opening, scheme = _OPENING.match(text, at), _SCHEME.match(text, at)
+            if opening and opening.end() > at + 1:
+                start = opening.end()
+                at = _closing(text, opening[1], start)
+            else:
+                end = _PARAMETER_ENDS.search(text, scheme.end() if scheme else at)
+                start, at = at, end.start() if end is not None else len(text)
+            if at > start and text[start:at] not in (_MASK, HIDDEN):
                 yield start, at
         else:
             at -= 1  # ``=`` may be followed by ``?name=``
@@ -217,12 +238,22 @@ def _encoded(word: str) -> str:
     """Return a word as it is if its decoded form has no credential. Otherwise return the redacted form."""
     if not is_encoded(word):
         return word
-    form = plain_form(word)
-    if form is None:
+    form, hides = with_marked_ports(word), False
+    for _ in range(ROUNDS):
+        before, form = form, decoded(form)
+        if form == before:
+            break
+        # First as one word, then with its quotes and blanks: a quoted value is found only with them.
+        word_shown = _masked(form).replace(HIDDEN, _MASK)
+        text = separated(word_shown)
+        shown = _masked(text).replace(HIDDEN, _MASK)
+        hides = hides or word_shown != form or shown != text
+        form = word_shown if shown == text else joined(shown)
+    else:
         return _MASK
-    shown = _masked(form).replace(HIDDEN, _MASK)
     # A decoded line break could begin a false line of a log.
-    return word if shown == form else "".join(c if c.isprintable() or c == _MASK else " " for c in with_ports(shown))
+    text = with_ports(separated(form))
+    return "".join(c if c.isprintable() or c == _MASK else " " for c in text) if hides else word
 
 
 def _links(word: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from unicodedata import normalize
 from urllib.parse import unquote
 
-from hsx_dist.config.encoded import is_encoded, plain_form, with_ports
+from hsx_dist.config.encoded import as_one_word, is_encoded, plain_form, with_ports, word_forms
 from hsx_dist.config.secret_names import HIDDEN, parameter_looks_secret
 from hsx_dist.config.tokens import KNOWN_TOKEN
 from hsx_dist.errors import ConfigError
@@ -94,7 +94,10 @@ def _shows_one(text: str) -> bool:
 
 def _encodes_one(text: str) -> bool:
     """Whether the decoded form of a text holds what may be a credential, or is unknown."""
-    return is_encoded(text) and ((form := plain_form(text)) is None or _shows_one(form))
+    if not is_encoded(text):
+        return False
+    # A decoded blank may belong to a password (``word_forms``), or libraries drop it.
+    return any(form is None or _shows_one(form) for form in (plain_form(text), *word_forms(text)))
 
 
 def _holds_one(text: str) -> bool:
@@ -235,9 +238,11 @@ def public_url(url: str) -> str:
     """
     if not _encodes_one(url):
         return _public(url)
-    form = plain_form(url)
-    for text in ([url] if _shows_one(url) else []) + ([_clean(with_ports(form))] if form is not None else []):
-        if not has_credentials(shown := _public(text)):
+    for form in (url, plain_form(url), *word_forms(url)):
+        if form is None or not _shows_one(form):
+            continue
+        shown = _public(url if form is url else _clean(with_ports(form)))
+        if not has_credentials(shown) and not _shows_one(as_one_word(shown)):
             return shown
     known = _CHAIN.match(url)
     return f"{known[0]}{HIDDEN}" if known else HIDDEN
@@ -293,7 +298,8 @@ def url_secrets(text: str) -> Iterator[str]:
 
     Libraries end the password at the last ``@`` before a slash or a query. It may also have slashes in it.
     """
-    forms = dict.fromkeys((text, with_ports(plain_form(text) or text)))
+    decoded = (plain_form(text), *word_forms(text)) if is_encoded(text) else ()
+    forms = dict.fromkeys((text, *(with_ports(form) for form in decoded if form is not None)))
     for link in filter(breaks_the_rule, (link for form in forms for link in links_of(_as_read(form)))):
         rest = link.partition("://")[2]
         authority = re.split("[/?#]", rest, maxsplit=1)[0]

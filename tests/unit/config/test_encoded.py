@@ -6,6 +6,8 @@ import json
 from urllib.parse import quote
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from hsx_dist.config import load_config, public_url
 from hsx_dist.config.redaction import redact_text
@@ -13,6 +15,8 @@ from hsx_dist.config.secrets import compared_form, hide_secrets, secret_paths
 from hsx_dist.config.urls import check_place_of_credentials, has_credentials, url_secrets, web_path
 from hsx_dist.errors import ConfigError
 from hsx_dist.store import open_store
+from hsx_dist.text import bounded
+from tests.unit.config.test_compositions import PIECES, shows_a_part
 
 SECRET = "hunter2NotToBeSeen9"
 ME = f"https://me:{SECRET}@host/rows.jsonl"
@@ -149,3 +153,58 @@ def test_an_encoded_credential_in_a_text_is_hidden(text: str, shown: str) -> Non
 
 def test_the_password_of_an_encoded_link_is_a_secret() -> None:
     assert SECRET in url_secrets(f"https://proxy/{encoded(ME)}")
+    assert f"a/{SECRET}" in url_secrets(f"https://proxy/{encoded(f'https://a%2F{SECRET}@host/x')}")
+
+
+#: Texts with a credential → whether it is found with any raw character in it, before the text is encoded.
+FORMS = {
+    "https://me:{}@host/x": True,
+    "s3://KEY:{}@bucket/x": True,
+    "https://proxy/?to=https://me:{}@host/x": True,
+    "https://token{}@host/x": False,
+    "https://host/x?n=1&token={}&z=1": False,
+    "https://host/x;token={}": False,
+    "https://host/x#access_token={}": False,
+    '{{"password":"{}"}}': False,
+    "<password>{}</password>": False,
+    "AccountKey={};y=1": False,
+    "Authorization: Bearer {}": False,
+}
+CONTEXTS = ("{}", "https://proxy/{}", "https://proxy/x?next={}&a=1", "GET https://proxy/{} failed: 404", "E('{}')")
+CHARACTERS = st.one_of(st.characters(max_codepoint=127), st.sampled_from("\u00e9\u00a0\u2028\u3000\uff20\ufdd1"))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(list(FORMS)),
+    st.sampled_from(CONTEXTS),
+    st.sampled_from(["", "1", "7 "]),
+    CHARACTERS,
+    CHARACTERS,
+    st.integers(0, 1),
+    st.integers(1, 5),
+)
+@example("https://me:{}@host/x", "GET https://proxy/{} failed: 404", "7 ", "a", "b", 1, 1)
+@example("https://token{}@host/x", "{}", "", "/", "a", 1, 2)
+def test_no_part_of_an_encoded_credential_stays(
+    form: str, context: str, before: str, a: str, b: str, inner: int, times: int
+) -> None:
+    """A client encodes the password, and a proxy's client the whole URL. A careless client encodes the URL only."""
+    value = encoded(f"{before}{PIECES[0]}{a}{PIECES[1]}{b}{PIECES[2]}", inner or not FORMS[form])
+    text = context.format(encoded(form.format(value), times))
+    line = redact_text(text)
+    assert redact_text(line) == line
+    for shown in (line, bounded(text), hide_secrets([text]), hide_secrets({text: 1}), compared_form({"a": text})):
+        assert not shows_a_part(str(shown)), (text, shown)
+    if form.startswith("https:") and context in CONTEXTS[:3]:
+        assert not shows_a_part(public_url(text))
+
+
+@pytest.mark.parametrize("end", ["%20", "%09", "%22", "%27", "%3C", "%2C", "\uff02", "%2520"])
+def test_a_decoded_character_ends_no_password(end: str) -> None:
+    """A part of a password may look like a port."""
+    text = f"Use https://proxy/https%3A%2F%2Fme%3A7{end}{SECRET}%40host%2Fx.jsonl for it"
+    assert redact_text(text) == "Use https://proxy/https://host/x.jsonl for it"
+    assert has_credentials(text)
+    for shown in (hide_secrets(text), compared_form(text), public_url(text)):
+        assert SECRET not in shown
