@@ -145,7 +145,7 @@ def main() -> None:
                 f"--add: expected cells of one machine and commit, got {name} with {was}, now {now}. "
                 "Write to another folder (--results)."
             )
-    enough_memory(max(len(sinks) for _, sinks, *_ in choice))
+    enough_memory(most_engines(choice))
     with tempfile.TemporaryDirectory(prefix="hsx-engine-") as folder:
         for pattern, sinks, rounds, windows in choice:
             for name in fnmatch.filter(LOADS, pattern):
@@ -191,6 +191,15 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Choice:
     if not fnmatch.filter(LOADS, args.loads):
         parser.error(f"--loads: expected a pattern of {', '.join(LOADS)}, got {args.loads!r}")
     return ((args.loads, sinks, rounds, windows),)
+
+
+def most_engines(choice: Choice) -> int:
+    """Return how many engines run at once: one for a load that is toggled, otherwise one for each sink."""
+    return max(
+        len(sinks) if LOADS[name].toggled is None else 1
+        for pattern, sinks, *_ in choice
+        for name in fnmatch.filter(LOADS, pattern)
+    )
 
 
 def enough_memory(engines: int) -> None:

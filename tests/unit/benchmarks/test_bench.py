@@ -185,6 +185,9 @@ def test_engines_that_exceed_the_memory_are_not_started(monkeypatch):
     monkeypatch.setattr(engine, "ENGINE_BYTES", 1 << 50)
     with pytest.raises(SystemExit, match="GiB of free memory for 2 engines at once, got"):
         engine.enough_memory(2)
+    sinks = engine.FULL[0][1]
+    assert engine.most_engines((("thin/5/prefill/host", sinks, 1, 2),)) == 1  # one engine is toggled
+    assert engine.most_engines((("thin/5/prefill/host", (), 1, 2), ("thin/5/prefill/pinned", sinks, 1, 2))) == 7
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: there is nothing to choose from")
