@@ -263,38 +263,31 @@ class ObjectLocks:
             if lock.holders or lock.going:
                 return
             lock.going = True
+        looked = False
         while True:
             empty = not lock.stored and not self._is_there(name)
             with self._mutex:
-                if lock.holders:  # a new request uses the lock
-                    self._keep(name, lock)
+                joined = bool(lock.holders)  # new requests, for which ``_hold`` has not looked for the file
+                if joined and looked:
+                    lock.going = False
                     return
                 empty = empty and not lock.stored  # a new request may have stored an object and ended
-            if empty and lock.held:
-                for fd in (lock.fd, *lock.removed):
-                    self._remove(name, fd)
-            with self._mutex:
-                if self._held.get(name) is not lock:
-                    return  # ``release_all`` has closed it
-                if not lock.holders:
-                    del self._held[name]
-                    self._removed -= len(lock.removed)
-                    lock.close()
-                    return
-                if not empty:
-                    self._keep(name, lock)
-                    return
-            # A new request used the lock while the file was removed: make another file.
-            self._renew(name, lock)
-
-    def _keep(self, name: str, lock: _Lock) -> None:
-        """End a release while a new request uses the lock. ``_hold`` has not looked for the file of this request."""
-        lock.going = False
-        try:
+            if not joined:
+                if empty and lock.held:
+                    for fd in (lock.fd, *lock.removed):
+                        self._remove(name, fd)
+                with self._mutex:
+                    if self._held.get(name) is not lock:
+                        return  # ``release_all`` has closed it
+                    if not lock.holders:
+                        del self._held[name]
+                        self._removed -= len(lock.removed)
+                        lock.close()
+                        return
+            # The file was removed, here or by another program: make another one for the new request.
             if lock.held and not self._has_name(name, lock):
-                self._make_again(name, lock, last=True)
-        except OSError as e:
-            log.warning("no lock file for %r: %s", name, e)
+                self._renew(name, lock)
+            looked = True
 
     def _is_there(self, name: str) -> bool:
         """Whether there is an object. True also on a file system error, which must not block the release."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from gcsfs.core import GCSFileSystem  # part of an extra
+from gcsfs.retry import HttpError
+
+#: Seconds between tries after the status 401, with which nothing is stored. gcsfs also gives it if no token can be got.
+_PAUSES_S = (0.5, 1.0, 2.0)
 
 
 class JsonGcs(GCSFileSystem):  # type: ignore[misc]
@@ -18,6 +23,13 @@ class JsonGcs(GCSFileSystem):  # type: ignore[misc]
 
     async def _request(self, method: str, *args: Any, **kwargs: Any) -> Any:
         once = getattr(GCSFileSystem._request, "__wrapped__", None)  # without gcsfs's decorator
-        if once is not None and method == "POST" and kwargs.get("ifGenerationMatch") is not None:
-            return await once(self, method, *args, **kwargs)
-        return await super()._request(method, *args, **kwargs)
+        if once is None or method != "POST" or kwargs.get("ifGenerationMatch") is None:
+            return await super()._request(method, *args, **kwargs)
+        for pause in _PAUSES_S:
+            try:
+                return await once(self, method, *args, **kwargs)
+            except HttpError as e:
+                if str(e.code) != "401":
+                    raise
+            await asyncio.sleep(pause)
+        return await once(self, method, *args, **kwargs)
