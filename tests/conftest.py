@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,9 +31,25 @@ PROGRAMS = {
 }
 
 
+_TRACED = pytest.StashKey[bool]()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move the tests that trace memory to the end: their processes are slower from then on."""
     items.sort(key=lambda item: item.get_closest_marker("traced") is not None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    item.stash[_TRACED] = tracemalloc.is_tracing()
+    return (yield)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Fail if a test without the mark ``traced`` begins to trace: later tests would be slow, and forks may hang."""
+    begun = tracemalloc.is_tracing() and not item.stash[_TRACED]
+    if begun and item.get_closest_marker("traced") is None:
+        pytest.fail(f"expected the mark `traced`, because {item.name} traces memory; got none. Mark it")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

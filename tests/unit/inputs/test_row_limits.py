@@ -61,7 +61,7 @@ def test_a_compressed_line_is_not_expanded_beyond_the_limit(tmp_path: Path, endi
 def test_the_end_of_a_line_does_not_count_for_its_limit(tmp_path: Path, more: int, end: bytes) -> None:
     path = tmp_path / "in.txt"
     path.write_bytes(b"x" * (1024 + more) + end)
-    (row,), _ = _rows(path, max_row_bytes="1KiB")
+    (row,) = read_rows(InputConfig(path=str(path), max_row_bytes="1KiB"))
     assert isinstance(row, RowFate if more else Row)
 
 
