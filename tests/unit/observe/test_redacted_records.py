@@ -137,6 +137,15 @@ logging.getLogger("plain").handle(record)
     assert "ValueError: https://h/x" in shown
 
 
+#: Makes records of a class whose templates have braces.
+BRACES = """
+class Braces(logging.LogRecord):
+    def getMessage(self):
+        return str(self.msg).format(*self.args)
+logging.setLogRecordFactory(Braces)
+redact_records.cache_clear()
+redact_records()
+"""
 SEEN = """
 class Fields(logging.Handler):
     def emit(self, record):
@@ -237,12 +246,7 @@ class Odd(Exception):
 library.error("%.30s", Odd())
 library.error("%(error).30s", {{"error": Odd()}})
 library.error("%.30r of %s", "\\t" + url, Odd())
-class Braces(logging.LogRecord):
-    def getMessage(self):
-        return str(self.msg).format(*self.args)
-logging.setLogRecordFactory(Braces)
-redact_records.cache_clear()
-redact_records()
+{BRACES}
 library.error("{{!s:.30}}", Odd())
 """
     shown = output(program, "INFO", f"https://{SECRET}{'x' * 30}@h/x")
@@ -271,12 +275,7 @@ own.error("status %d", url)
 
 def test_records_of_a_class_with_its_own_message_are_redacted() -> None:
     program = f"""
-class Braces(logging.LogRecord):
-    def getMessage(self):
-        return str(self.msg).format(*self.args)
-logging.setLogRecordFactory(Braces)
-redact_records.cache_clear()
-redact_records()
+{BRACES}
 {SEEN}
 library.error("{{}} is {{}}", url, "{{gone}}")
 library.error("{{}} is {{}}", 1, "2")

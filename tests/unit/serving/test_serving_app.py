@@ -241,51 +241,47 @@ def test_an_error_after_the_beginning_cuts_the_file(tmp_path, monkeypatch):
         c.get("/v1/hidden_states/k")
 
 
-def test_an_object_that_is_stored_anew_while_it_streams_is_read_on(tmp_path, monkeypatch):
-    """A server changes the expiry of a key that is used again. The header's length may change."""
+@pytest.fixture
+def replaced(tmp_path, monkeypatch):
+    """A function that sets what replaces the object of ``k`` before its third piece is read."""
     monkeypatch.setattr(states_file, "PIECE_BYTES", 1)
-    identity = {"request": "a", "tokens": "b"}
-    sample = store_sample(tmp_path, random_sample("k", 70), identity=identity, expires=4e9)
     read = states_file.StatesFile.piece
+    calls = []
 
     def piece(self: Any, i: int) -> Any:
-        if i == 2 and not (tmp_path / "moved").exists():
-            (tmp_path / "moved").touch()
+        if i == 2 and calls:
             (tmp_path / "k.safetensors").unlink()
-            store_sample(tmp_path, sample, identity=identity, expires=4e9 + 0.123456, tokens={"of": 70})
+            calls.pop()()
         return read(self, i)
 
     monkeypatch.setattr(states_file.StatesFile, "piece", piece)
+    yield calls.append
+    assert not calls
+
+
+def test_an_object_that_is_stored_anew_while_it_streams_is_read_on(tmp_path, replaced):
+    """A server changes the expiry of a key that is used again. The header's length may change."""
+    identity = {"request": "a", "tokens": "b"}
+    sample = store_sample(tmp_path, random_sample("k", 70), identity=identity, expires=4e9)
+    replaced(lambda: store_sample(tmp_path, sample, identity=identity, expires=4e9 + 0.123456, tokens={"of": 70}))
     with client(outer_server(tmp_path)) as c:
         assert same(c.get("/v1/hidden_states/k").content, sample)
-    assert (tmp_path / "moved").exists()
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_an_expired_sample_that_is_stored_while_another_streams_begins_no_second_answer(tmp_path, monkeypatch, other):
+def test_an_expired_sample_that_is_stored_while_another_streams_begins_no_second_answer(tmp_path, replaced, other):
     """The renewed sample, or the sample of another request with this key, has expired before the read goes on."""
-    monkeypatch.setattr(states_file, "PIECE_BYTES", 1)
     identity = {"request": "a", "tokens": "b"}
     sample = store_sample(tmp_path, random_sample("k", 70), identity=identity, expires=4e9)
-    read = states_file.StatesFile.piece
-
-    def piece(self: Any, i: int) -> Any:
-        if i == 2 and not (tmp_path / "moved").exists():
-            (tmp_path / "moved").touch()
-            (tmp_path / "k.safetensors").unlink()
-            stored = random_sample("k", 50, seed=3) if other else sample
-            of = {"request": "c", "tokens": "d"} if other else identity
-            store_sample(tmp_path, stored, identity=of, expires=1000.5, tokens={"of": 70})
-        return read(self, i)
-
-    monkeypatch.setattr(states_file.StatesFile, "piece", piece)
+    stored = random_sample("k", 50, seed=3) if other else sample
+    of = {"request": "c", "tokens": "d"} if other else identity
+    replaced(lambda: store_sample(tmp_path, stored, identity=of, expires=1000.5, tokens={"of": 70}))
     with client(outer_server(tmp_path)) as c:
         if other:
             with pytest.raises(FormatError):  # the server closes the connection
                 c.get("/v1/hidden_states/k")
         else:
             assert same(c.get("/v1/hidden_states/k").content, sample)
-    assert (tmp_path / "moved").exists()
 
 
 @pytest.mark.parametrize(
