@@ -23,7 +23,7 @@ def resolve_paths(config: ExtractConfig, base: Path) -> ExtractConfig:
         "model": _model(config.model, base),
     }
     if config.input.path:
-        changes["input"] = config.input.model_copy(update={"path": absolute_path(config.input.path, base)})
+        changes["input"] = config.input.model_copy(update={"path": _input_path(config.input.path, base)})
     tokenizer = config.engine_kwargs.get("tokenizer")
     if isinstance(tokenizer, str):
         changes["engine_kwargs"] = {**config.engine_kwargs, "tokenizer": _model(tokenizer, base)}
@@ -54,6 +54,20 @@ def absolute_path(path: str, base: Path) -> str:
     if not is_local(path):
         return path
     return str((base / with_home(path)).resolve())
+
+
+def _input_path(path: str, base: Path) -> str:
+    """Return the absolute path of an input. A link keeps its own name if its target's name has another ending.
+
+    The ending chooses the format and the compression, and the Hugging Face hub's cache links ``train.parquet`` to a
+    file without one. Otherwise the name is the target's: default keys of stored rows have it.
+    """
+    found = absolute_path(path, base)
+    if not is_local(path):
+        return found
+    given = base / with_home(path)
+    ending = "".join(given.suffixes[-2:]).lower()
+    return found if found.lower().endswith(ending) else str(given.parent.resolve() / given.name)
 
 
 def _model(model: str, base: Path) -> str:

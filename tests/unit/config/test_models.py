@@ -78,6 +78,29 @@ def test_paths(tmp_path: Path) -> None:
     assert resolve_paths(resolved, Path("/elsewhere")) == resolved
 
 
+@pytest.mark.parametrize(
+    ("link", "target", "name"),
+    [
+        ("train.parquet", "blobs/0a0b", "train.parquet"),  # as in the cache of the Hugging Face hub
+        ("rows.jsonl", "rows.v2.txt", "rows.jsonl"),
+        ("rows.jsonl.gz", "0c.gz", "rows.jsonl.gz"),
+        ("latest.jsonl", "rows.v2.JSONL", "rows.v2.JSONL"),
+        ("latest", "rows.parquet", "rows.parquet"),
+    ],
+)
+def test_a_link_keeps_its_own_name_if_the_target_has_another_ending(
+    tmp_path: Path, link: str, target: str, name: str
+) -> None:
+    """The ending chooses the format. Default keys have the name: those of earlier runs had the target's."""
+    (tmp_path / target).parent.mkdir(exist_ok=True)
+    (tmp_path / target).touch()
+    (tmp_path / link).symlink_to(target)
+    resolved = resolve_paths(make(input={"path": link}), tmp_path)
+    assert Path(resolved.input.path).name == name
+    assert Path(resolved.input.path).samefile(tmp_path / target)
+    assert resolve_paths(resolved, Path("/elsewhere")) == resolved
+
+
 def test_names_and_urls_are_not_resolved_as_local_paths(tmp_path: Path) -> None:
     for model in ("org/name", "builtin:smollm2-135m-instruct"):
         config = make(model=model, output="s3://b/x", input={"path": "memory://a/in.jsonl"})
