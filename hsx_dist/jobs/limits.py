@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -78,20 +78,29 @@ class Limits:
         return Verdict(capacity)
 
 
-def removable(manifest: Manifest, attempt: int) -> Callable[[str], bool]:
-    """A function from a part's name to whether consumers can remove the part before the run is complete.
+def removable(manifest: Manifest, attempt: int) -> Callable[[Mapping[str, int]], int]:
+    """A function that sums the sizes of the parts that consumers can remove before the run is complete.
 
-    They cannot remove what earlier attempts left unfinished: parts without a receipt, and parts with a segment of a
-    sample that is not whole. ``manifest``: the receipts at the begin of ``attempt``.
+    They cannot remove parts without a receipt, for example of a writer that died, and parts with a segment of a sample
+    that will not be whole: of a row that failed, or of an earlier attempt. Parts that ``attempt`` is storing at present
+    have no receipt yet. Their rows are under way, and so count as stored. Other objects below ``data/`` count.
+
+    ``manifest``: the receipts at the begin of ``attempt``. The driver adds to it, and calls the function.
     """
     fixed = {name for name, receipt in manifest.parts.items() if receipt.attempt < attempt}
     whole = {name for name in fixed if all(map(manifest.samples.__contains__, manifest.parts[name].table.keys()))}
 
-    def counts(name: str) -> bool:
-        parsed = parse_part_name(name)
-        return parsed is None or parsed[0] >= attempt or name in whole
+    def counted(sizes: Mapping[str, int]) -> int:
+        ended = (*manifest.failed, *manifest.refused)
+        kept = {part for key in ended for part in manifest.parts_of(key)} | (fixed - whole)
+        proven = manifest.parts
+        return sum(
+            size
+            for name, size in sizes.items()
+            if (name in proven and name not in kept) or parse_part_name(name) is None
+        )
 
-    return counts
+    return counted
 
 
 class HeldBytes:
@@ -102,17 +111,18 @@ class HeldBytes:
         self,
         store: Store,
         proven: Callable[[], int],
-        counts: Callable[[str], bool] = lambda _: True,
+        count: Callable[[Mapping[str, int]], int] = lambda sizes: sum(sizes.values()),
         *,
         every: float = LIST_EVERY_S,
     ):
-        """``proven()`` returns the bytes of all parts that ever had a receipt; it only grows. ``counts(name)`` returns
-        whether the object counts. Waiting for objects that no consumer can remove would never end."""
+        """``proven()`` returns the bytes of all parts that ever had a receipt; it only grows. ``count(sizes)`` returns
+        the sum of the sizes that count. Waiting for objects that no consumer can remove would never end."""
         self._store = store
         self._proven = proven
-        self._counts = counts
+        self._count = count
         self._listed = 0
         self._proven_then = 0
+        self._listing: tuple[Mapping[str, int], int] | None = None
         self._end = threading.Event()
         self._every = every
         self._list()  # raises to the caller: without listing, the limit cannot be held
@@ -120,12 +130,15 @@ class HeldBytes:
         self._thread.start()
 
     def __call__(self) -> int:
+        """Only for the driver's thread, which also changes what ``count`` reads."""
+        if (listing := self._listing) is not None:
+            self._listing = None
+            self._listed, self._proven_then = self._count(listing[0]), listing[1]
         return self._listed + max(self._proven() - self._proven_then, 0)
 
     def _list(self) -> None:
         before = self._proven()  # before the listing: a part that appears meanwhile is counted twice rather than never
-        listed = sum(info.size for info in self._store.list("data/") if self._counts(info.name))
-        self._listed, self._proven_then = listed, before
+        self._listing = {info.name: info.size for info in self._store.list("data/")}, before
 
     def _loop(self) -> None:
         while not self._end.wait(self._every):

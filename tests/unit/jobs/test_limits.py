@@ -6,8 +6,13 @@ import pytest
 
 from hsx_dist.config import load_config
 from hsx_dist.errors import ConfigError
-from hsx_dist.jobs.limits import HeldBytes, Limits, Verdict, seconds_left
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.format.names import part_name
+from hsx_dist.format.runs import load_manifest
+from hsx_dist.jobs.limits import HeldBytes, Limits, Verdict, removable, seconds_left
 from hsx_dist.store.local import LocalStore
+from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import RunWriter, store_run
 
 
 def test_without_limits_rows_are_never_held_back():
@@ -57,6 +62,39 @@ def test_held_bytes_are_listed_and_newer_receipts_are_added(tmp_path):
         store.delete("data/a")
         held._list()
         assert held() == 0
+    finally:
+        held.close()
+
+
+def test_parts_that_no_consumer_can_remove_do_not_count_as_held(tmp_path):
+    """Otherwise the run pauses without end. A replica may die after it sent the first segment of a row."""
+
+    def segments(key, tokens=20):
+        sample = random_sample(key, tokens)
+        return [(sample, segment, None) for segment in sample.segments(10)]
+
+    store_run(LocalStore(tmp_path), [])
+    earlier, own = (RunWriter(LocalStore(tmp_path), name="w") for _ in range(2))
+    unfinished = earlier.put([segments("open")[0], *segments("a")])
+    removable_since = [earlier.put(segments("b"))]
+    manifest = load_manifest(own.store)
+    count = removable(manifest, own.attempt)
+    added = [own.put(s) for s in ([*segments("c"), segments("poison")[0]], [segments("half")[0]], segments("d"))]
+    own.store.put(part_name(own.attempt, "dead", 1), [b"no receipt"])
+    own.store.put("data/of-another-program", [b"1234"])
+    held = HeldBytes(own.store, lambda: manifest.stored_bytes, count, every=3600)
+    try:
+        for receipt in added:
+            manifest.add(receipt)
+        removable_since += added
+        assert held() == sum(r.size for r in [*removable_since, *added]) + 4  # a new receipt counts twice
+        held._list()
+        assert held() == sum(r.size for r in removable_since) + 4
+        manifest.add(own.put((), [RowFate("poison", 7, "poison", "killed its engine", 3)]))
+        held._list()
+        removable_since.remove(added[0])
+        assert held() == sum(r.size for r in removable_since) + 4
+        assert unfinished.part in manifest.parts
     finally:
         held.close()
 
