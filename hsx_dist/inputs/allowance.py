@@ -55,6 +55,11 @@ class Allowance:
         if max(self._decoded, self._allocated) > self._most_bytes or self._cost > self._most_cost:
             raise _too_much(f"{MAX_EXPANSION} bytes", FREE_BYTES)
 
+    @property
+    def expands(self) -> bool:
+        """Whether more bytes were decompressed than arrived. The cost of lines that are stored as they are is small."""
+        return self._decoded > self._arrived
+
     def expand(self, size: int = 0, *, parts: int = 0) -> None:
         """Count ``size`` bytes of a zip file's member as they are decompressed, and parts of a file.
 

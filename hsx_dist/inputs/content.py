@@ -13,6 +13,8 @@ from hsx_dist.json_limits import json_text
 
 #: vLLM's token ids are int32 in its batches.
 _MAX_TOKEN_ID = (1 << 31) - 1
+#: A chat may have as many texts, calls and tools, so this refuses no other chat. It does so before they are copied.
+_MOST_MESSAGES = 1 << 16
 #: Names of ShareGPT's roles → those of chat templates.
 _SHAREGPT = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
@@ -30,13 +32,15 @@ def as_messages(value: Any, name: str, most: int) -> Any:
         most: ``input.max_row_bytes``, the limit of a JSON text.
 
     Raises:
-        InputError: a value has no JSON form, or is nested too deeply; a JSON text is too large; the arguments of a call
-            are no object.
+        InputError: a value is no JSON, or is nested too deeply; there are too many
+            messages; a JSON text is too large; the arguments of a call are no object.
     """
     if isinstance(value, str):
         value = _parsed(value, name, most)
     if not isinstance(value, list):
         return value
+    if len(value) > _MOST_MESSAGES:
+        raise InputError(f"{name}: expected at most {_MOST_MESSAGES} messages, got {len(value)}. Split the row")
     messages = [_message(m) if isinstance(m, dict) else m for m in chat_value(value, name)]
     functions = list(_called(messages))
     texts = [f["arguments"] for f in functions if isinstance(f.get("arguments"), str)]

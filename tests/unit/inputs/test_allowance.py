@@ -231,3 +231,18 @@ def test_bytes_of_a_member_of_a_zip_file_are_counted(
         file.write(path, name)
     with pytest.raises(FormatError, match="at most 100 bytes"):
         _count(f"zip://{name}::{tmp_path}/a.zip")
+
+
+def test_the_values_of_compressed_lines_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes alone would permit hours of empty objects, each of which takes a microsecond."""
+    monkeypatch.setattr(allowance, "FREE_BYTES", 2 << 20)
+    line = b'{"text": "a", "other": [' + b",".join([b"{}"] * 20_000) + b"]}\n"
+    (tmp_path / "a.jsonl").write_bytes(line * 10)
+    assert _count(tmp_path / "a.jsonl") == 10
+    for times in (2, 10):
+        (tmp_path / "a.jsonl.gz").write_bytes(_lines(line, times))
+        if times == 2:
+            assert _count(tmp_path / "a.jsonl.gz") == times
+            continue
+        with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
+            _count(tmp_path / "a.jsonl.gz")

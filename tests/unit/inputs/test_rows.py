@@ -107,6 +107,7 @@ def test_a_named_field_that_no_row_has_is_warned_of(tmp_path: Path, caplog: pyte
         ({"messages": "hi"}, "messages: expected a list of messages, got a string"),
         ({"messages": [{"content": "x"}]}, "messages: expected message 0 to be an object with a role"),
         ({"messages": ["x"]}, "messages: expected message 0 to be an object with a role"),
+        ({"messages": [{}] * 65_537}, "messages: expected at most 65536 messages, got 65537"),
         ({"messages": [{"role": "user", "content": 3}]}, "content of message 0"),
         ({"token_ids": []}, "token_ids: expected a list of token ids, got an empty list"),
         ({"token_ids": [1, -1]}, "got '-1' at position 1"),
