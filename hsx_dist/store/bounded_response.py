@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -15,6 +16,8 @@ from hsx_dist.store.base import require_at_most
 from hsx_dist.store.partial_answers import PAGES, names_all, part_of, require_part
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
+#: gcsfs does not read the text of these errors. It gives an upload that it ended the status 499.
+_BY_STATUS = frozenset({403, 404, 412, 499})
 _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 
 #: Limit in bytes of an answer to a request without a range. fsspec's thread runs a request in the caller's context.
@@ -73,9 +76,31 @@ class BoundedResponse(aiohttp.ClientResponse):
 
 
 class PartialResponse(BoundedResponse):
-    """An answer of a service that has ranges: each request for one gets a part."""
+    """An answer of GCS to gcsfs. Each request for a range gets a part.
+
+    gcsfs takes an error's status from its text. It would not repeat a request after a 503 whose text has the word
+    "invalid", perhaps in the name of the bucket, or another code.
+    """
 
     _whole_suffices = False
+
+    async def read(self) -> bytes:
+        """Return the body.
+
+        Raises:
+            gcsfs.retry.HttpError: the answer is an error. Has its status.
+        """
+        body = await super().read()
+        if self.status < 400 or self.status in _BY_STATUS:
+            return body
+        from gcsfs.retry import HttpError  # part of an extra
+
+        text = body.decode(errors="replace")
+        try:
+            message = str(json.loads(text)["error"]["message"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            message = text
+        raise HttpError({"code": self.status, "message": message})
 
 
 class RedirectedResponse(BoundedResponse):
