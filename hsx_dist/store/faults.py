@@ -299,7 +299,8 @@ def past_the_end(error: BaseException, where: str) -> bool:
     code, status = _code(chain, said)
     # A proxy's page proves nothing. The store's own answer has a known code, or no body.
     of_a_page = said.of_a_page or any(map(_of_a_page, chain))
-    return code in _RANGE_CODES or (status == 416 and not of_a_page) or said.past_the_end
+    by_code = code in _RANGE_CODES and status in (None, 400, 416)
+    return by_code or (status == 416 and not of_a_page) or said.past_the_end
 
 
 def _said(chain: list[BaseException], where: str) -> ObstoreError:

@@ -293,7 +293,9 @@ def test_only_the_store_says_that_an_object_is_empty_or_shorter(
             assert store.get("a", 3) == b""
             with pytest.raises(ValueError, match="the object is shorter"):
                 store.get_ranges("a", [(0, 3)])
-        for body in (b"<html>No</html>", b'{"message": "No"}', b"<Error><Code>RequestBlocked</Code></Error>"):
+        other = (b"<html>No</html>", b'{"message": "No"}', b"<Error><Code>RequestBlocked</Code></Error>")
+        for status, body in (*((416, body) for body in other), (503, b"<Error><Code>InvalidRange</Code></Error>")):
+            monkeypatch.setattr(Unproven, "status", status)
             monkeypatch.setattr(Unproven, "body", body)
             for call in (lambda: store.get("a", 3), lambda: store.get_ranges("a", [(0, 3)])):
                 with pytest.raises(Unavailable):
