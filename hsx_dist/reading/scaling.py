@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -21,54 +20,63 @@ Scaling = Literal["norm", "standard"]
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-def scaler(
-    dataset: HiddenStatesDataset, scaling: Scaling | None, dtype: Any, device: Any
-) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], str]:
-    """Return the function that turns stored rows into a batch of ``TokenBatches``: ``[B, H]`` or ``[B, L, H]``.
+class Scaler:
+    """Turns stored rows into a batch of ``TokenBatches``: ``[B, H]`` or ``[B, L, H]``.
 
-    The second result is a hash of the factors, "" without ``scaling``. A resume compares it.
-
-    Raises:
-        ConfigError: ``scaling`` is unknown. The run has no statistics of a layer, or does not list its layers. Numpy
-            was given a device. The framework does not know ``dtype`` or ``device``.
+    ``DataLoader`` pickles it with its data set for workers that are not forked.
     """
-    if scaling is not None and scaling not in get_args(Scaling):
-        raise ConfigError(f"scaling: expected 'norm', 'standard' or None, got {scaling!r}")
-    torch_wanted = resolve_framework(dataset.framework) == "torch"
-    if device is not None and not torch_wanted:
-        raise ConfigError(f"device: expected none for numpy arrays, got {device!r}. Use framework='torch'")
-    _check(dtype, device, torch_wanted)
-    if scaling is None and dtype is None and device is None:
-        return (lambda rows: rows), ""
-    lines = {} if scaling is None else {name: _line(dataset, name, scaling) for name in dataset.states}
-    factors = hashlib.sha256(b"".join(a.tobytes() for line in lines.values() for a in line)).hexdigest()[:32]
-    factors = factors if lines else ""
-    if not torch_wanted:
 
-        def finish_numpy(rows: dict[str, Any]) -> dict[str, Any]:
-            done = dict(rows)
-            for name in dataset.states:
-                x = _scaled(rows[name].astype(np.float32), *lines[name]) if lines else rows[name]
-                done[name] = x if dtype is None or x.dtype == np.int32 else x.astype(dtype)
-            return done
+    def __init__(self, dataset: HiddenStatesDataset, scaling: Scaling | None, dtype: Any, device: Any) -> None:
+        """Read the statistics that ``scaling`` needs.
 
-        return finish_numpy, factors
-    import torch
+        Raises:
+            ConfigError: ``scaling`` is unknown. The run has no statistics of a layer, or does not list its layers.
+                Numpy was given a device. The framework does not know ``dtype`` or ``device``.
+        """
+        if scaling is not None and scaling not in get_args(Scaling):
+            raise ConfigError(f"scaling: expected 'norm', 'standard' or None, got {scaling!r}")
+        self._torch = resolve_framework(dataset.framework) == "torch"
+        if device is not None and not self._torch:
+            raise ConfigError(f"device: expected none for numpy arrays, got {device!r}. Use framework='torch'")
+        _check(dtype, device, self._torch)
+        self._dtype, self._device = dtype, device
+        self._states = tuple(dataset.states)
+        self._lines = {} if scaling is None else {name: _line(dataset, name, scaling) for name in self._states}
+        # Filled at the first batch, because the data set exists before DataLoader's workers.
+        self._on_device: dict[str, Any] = {}
 
-    on_device: dict[str, Any] = {}  # filled at the first batch, since the data set exists before DataLoader's workers
+    @property
+    def factors(self) -> str:
+        """A hash of the factors, "" without ``scaling``. A resume compares it."""
+        lines = b"".join(a.tobytes() for line in self._lines.values() for a in line)
+        return hashlib.sha256(lines).hexdigest()[:32] if self._lines else ""
 
-    def finish(rows: dict[str, Any]) -> dict[str, Any]:
-        done = {name: x.to(device) for name, x in rows.items()}
-        for name in dataset.states:
-            x = done[name]
-            if lines:
-                if name not in on_device:
-                    on_device[name] = [torch.from_numpy(a).to(x.device) for a in lines[name]]
-                x = _scaled(x.float(), *on_device[name])
-            done[name] = x.to(dtype) if dtype is not None and x.is_floating_point() else x
-        return done
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_on_device": {}}
 
-    return finish, factors
+    def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
+        if not self._lines and self._dtype is None and self._device is None:
+            return rows
+        finish = self._finish if self._torch else self._finish_numpy
+        return {name: finish(name, x) for name, x in rows.items()}
+
+    def _finish_numpy(self, name: str, x: Any) -> Any:
+        if name not in self._states:
+            return x
+        x = _scaled(x.astype(np.float32), *self._lines[name]) if self._lines else x
+        return x if self._dtype is None or x.dtype == np.int32 else x.astype(self._dtype)
+
+    def _finish(self, name: str, x: Any) -> Any:
+        import torch
+
+        x = x.to(self._device)
+        if name not in self._states:
+            return x
+        if self._lines:
+            if name not in self._on_device:
+                self._on_device[name] = [torch.from_numpy(a).to(x.device) for a in self._lines[name]]
+            x = _scaled(x.float(), *self._on_device[name])
+        return x.to(self._dtype) if self._dtype is not None and x.is_floating_point() else x
 
 
 def _check(dtype: Any, device: Any, torch_wanted: bool) -> None:

@@ -33,7 +33,7 @@ from hsx_dist.reading.mixer import (
     share_sizes,
 )
 from hsx_dist.reading.order import check_state
-from hsx_dist.reading.scaling import Scaling, scaler
+from hsx_dist.reading.scaling import Scaler, Scaling
 
 
 def _mix_check(value: Any) -> str | None:
@@ -132,7 +132,8 @@ class TokenBatches(DerivedDataset):
         self._sizes = share_sizes(self._block, batch_tokens, keep)
         self._seed, self._only_loss, self._drop_last = seed, only_loss, drop_last
         self._excluded = _ids(exclude_ids)
-        self._finish, self._factors = scaler(dataset, scaling, dtype, device)
+        self._scaler = Scaler(dataset, scaling, dtype, device)
+        self._factors = self._scaler.factors
 
     def _batches(
         self, items: Iterator[dict[str, Any]], progress: Iteration, at: Mapping[str, Any]
@@ -196,7 +197,7 @@ class TokenBatches(DerivedDataset):
             again = {"rows": 0, "batches": 0, "blocks": [], "buffers": where["oldest"]}
             self._record({**where, "mix": self._mix, **(again if self._dataset.follows else {"batches": given + 1})})
             one_layer = [name for name in self._dataset.states if rows[name].shape[1] == 1]
-            yield self._finish({**rows, **{name: rows[name][:, 0] for name in one_layer}})
+            yield self._scaler({**rows, **{name: rows[name][:, 0] for name in one_layer}})
 
     def _steps(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import threading
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from hsx_dist import HiddenStatesDataset, MixedDataset, PackedContexts, TokenBatches
+from hsx_dist import HiddenStatesDataset, HiddenStatesMapDataset, MixedDataset, PackedContexts, TokenBatches
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.reading import token_batches
 from hsx_dist.reading.mixer import Slots, share_sizes
@@ -359,3 +360,29 @@ def test_a_resume_with_other_factors_is_refused(tmp_path: Path, scaling: Any, ca
                 other.load_state_dict(of)
     with pytest.raises(ConfigError, match="scaling: expected the factors"):
         made.load_state_dict(batches(None).state_dict())
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+@pytest.mark.parametrize("options", [{}, {"dtype": "float32"}, {"scaling": "standard", "dtype": "float16"}])
+def test_each_data_set_can_be_sent_to_a_worker_that_is_not_forked(
+    url: str, framework: str, options: dict[str, Any]
+) -> None:
+    """``DataLoader`` pickles it for ``spawn`` and ``forkserver``."""
+    if "scaling" in options:
+        store_statistics(Run(open_store(url)), compute_statistics(Run(open_store(url)), [15]))
+    if framework == "torch" and "dtype" in options:
+        options = {**options, "dtype": getattr(torch, options["dtype"])}
+
+    def source() -> HiddenStatesDataset:
+        return HiddenStatesDataset(url, layers=[15], framework=framework)
+
+    for made in (
+        TokenBatches(source(), 16, buffer_tokens=256, **options),
+        PackedContexts(source(), 2, 8),
+        MixedDataset([source(), source()]),
+        HiddenStatesMapDataset(url, layers=[15], framework=framework),
+    ):
+        sent = pickle.loads(pickle.dumps(made))
+        for ours, theirs in zip(islice(iter(made), 3), islice(iter(sent), 3), strict=True):
+            assert np.array_equal(ours["input_ids"], theirs["input_ids"])
+            assert str(ours["hidden_states"]) == str(theirs["hidden_states"])

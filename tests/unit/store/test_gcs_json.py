@@ -38,7 +38,9 @@ def _handler(status: int, text: bytes, times: int) -> type[Answers]:
                 self.answer(status, text)
                 return
             is_listing = self.command == "GET" and self.path.partition("?")[0].endswith("/o")
-            found: dict[str, Any] = {"kind": "storage#objects"} if is_listing else {"name": "r/a", "generation": "1", "size": "1"}
+            found: dict[str, Any] = (
+                {"kind": "storage#objects"} if is_listing else {"name": "r/a", "generation": "1", "size": "1"}
+            )
             self.answer(200, json.dumps(found).encode(), Content_Type="application/json")
 
         do_POST = do_DELETE = do_GET
