@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ CALLS: dict[str, Callable[[Store], object]] = {
     "list": lambda store: list(store.list()),
     "delete": lambda store: store.delete("a"),
 }
+LISTING, OBJECT = {"kind": "storage#objects"}, {"name": "r/a", "generation": "1", "size": "1"}
 TEXTS = {
     "a page": b"<html>503: upstream sent an invalid header</html>",
     "a message": json.dumps({"error": {"code": 503, "message": "The object b/invalid-prompts/a is busy"}}).encode(),
@@ -38,9 +38,7 @@ def _handler(status: int, text: bytes, times: int) -> type[Answers]:
                 self.answer(status, text)
                 return
             is_listing = self.command == "GET" and self.path.partition("?")[0].endswith("/o")
-            found: dict[str, Any] = (
-                {"kind": "storage#objects"} if is_listing else {"name": "r/a", "generation": "1", "size": "1"}
-            )
+            found = LISTING if is_listing else OBJECT
             self.answer(200, json.dumps(found).encode(), Content_Type="application/json")
 
         do_POST = do_DELETE = do_GET
@@ -55,13 +53,13 @@ def _store(endpoint: str) -> Store:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("status", [503, pytest.param(429, marks=pytest.mark.soak)])
-def test_an_answer_of_a_busy_server_is_tried_again_whatever_its_text(status: int, text: str, call: str) -> None:
+def test_an_answer_of_a_busy_server_is_tried_again_with_any_text(status: int, text: str, call: str) -> None:
     with served(_handler(status, TEXTS[text], 1)) as endpoint:
         CALLS[call](_store(endpoint))
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_refused_request_is_an_error_whatever_its_text(text: str) -> None:
+def test_a_refused_request_is_an_error_with_any_text(text: str) -> None:
     with served(_handler(400, TEXTS[text], 100)) as endpoint, pytest.raises(StoreError) as told:
         _store(endpoint).put_if_absent("a", b"x")
     assert type(told.value) is StoreError
