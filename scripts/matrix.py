@@ -44,7 +44,7 @@ EXACT = ("tests/integration/test_exact_numbers.py", "tests/integration/test_exac
 #: Tests of points, also in all configurations. Of ``test_taps`` the tests with ``TAPPED`` in their names: a model of
 #: experts in eager mode.
 POINTS = tuple(f"tests/integration/{name}.py" for name in ("test_points_run", "test_points_ranks", "test_taps"))
-TAPPED = "mixtral-eager"
+TAPPED = "qwen3_moe-eager"
 RANKS = ("test_exact_ranks", "test_points_ranks")
 #: Packages whose versions the table lists.
 PACKAGES = ("torch", "transformers")

@@ -283,9 +283,7 @@ class StoreSuite:
             store.put(name, [name.encode()])
         assert list(store.list()) == [ObjectInfo(n, len(n)) for n in sorted(names)]
 
-    @pytest.mark.parametrize("prefix", ["a", "a/", "a/b", "a-", "m/0001/", "m/0", "x", "a/b/c", "a/b/c/"])
-    @pytest.mark.parametrize("after", [None, "a", "a/b", "a/b/c", "a/z", "m/0001/w/2", "~"])
-    def test_list_by_prefix_and_after(self, store: Store, prefix: str, after: str | None) -> None:
+    def test_list_by_prefix_and_after(self, store: Store) -> None:
         names = [
             "a-b",
             "a/b/c",
@@ -300,8 +298,10 @@ class StoreSuite:
         ]
         for name in names:
             store.put(name, [b"."])
-        expected = [n for n in sorted(names) if n.startswith(prefix) and (after is None or n > after)]
-        assert [i.name for i in store.list(prefix, after)] == expected
+        for prefix in ("a", "a/", "a/b", "a-", "m/0001/", "m/0", "x", "a/b/c", "a/b/c/"):
+            for after in (None, "a", "a/b", "a/b/c", "a/z", "m/0001/w/2", "~"):
+                expected = [n for n in sorted(names) if n.startswith(prefix) and (after is None or n > after)]
+                assert [i.name for i in store.list(prefix, after)] == expected, (prefix, after)
 
     def test_list_is_never_stale(self, store: Store) -> None:
         seen = []

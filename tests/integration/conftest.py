@@ -1,32 +1,21 @@
-"""Distribute these tests on a machine of two cores: ``pytest -n 2 --dist loadfile``."""
+"""Distribute these tests on a machine of two cores: ``pytest -n 2 --dist loadfile``. A file's engine starts once."""
 
 from __future__ import annotations
-
-import re
-from functools import cache
-from pathlib import Path
 
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-ROOT = Path(__file__).resolve().parents[2]
+#: Files that take minutes, longest first. A long file that begins last would leave a core idle.
+_LONG = ("test_resume", "test_nodes_of_a_run")
 
 
-class _OneClusterAtATime(LoadFileScheduling):
-    """A file's tests run in one process, so that its engine starts once. All files that start Ray run in one process:
-    clusters take their workers' ports from the same range.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        file: str = super()._split_scope(nodeid)
-        return "Ray" if _starts_ray(file) else file
-
-
-@cache
-def _starts_ray(file: str) -> bool:
-    return re.search(r"^\s*import ray$|\bray_(head|cluster)\b", (ROOT / file).read_text(), re.MULTILINE) is not None
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _LONG.index(item.path.stem) if item.path.stem in _LONG else len(_LONG))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    return _OneClusterAtATime(config, log) if config.getvalue("dist") == "loadfile" else None
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # by number of tests, the files that take longest would be last
+    return LoadFileScheduling(config, log)

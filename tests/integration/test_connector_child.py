@@ -219,9 +219,9 @@ def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
             thread.join(120)
         assert not failed, failed
         assert len(done) == REQUESTS
+        wait_until(lambda: store.puts > REQUESTS)
         grown = own_memory(server.pid) - without_ring
         assert grown <= LIMIT, grown
-        wait_until(lambda: store.puts > REQUESTS)
         # The engine reports counters only in a step.
         wait_until(lambda: ask(rng.integers(0, 300, 20).tolist(), save=False) or in_flight(url) == 0)
     store.shutdown()

@@ -27,6 +27,7 @@ def test_a_short_round_of_ours_and_of_vllms_own(tmp_path):
     assert LOAD in (tmp_path / "engine.md").read_text()
 
 
+@pytest.mark.soak
 def test_captures_are_switched_within_one_engine(tmp_path):
     """Each cell checks by the counters of taps and drafter that each window captured what its mode says."""
     load = "thin/5/prefill/host"

@@ -12,7 +12,7 @@ from hsx_dist.jobs.kit import engine_states
 from hsx_dist.jobs.kit.engine_states import Case
 from hsx_dist.jobs.kit.outcomes import Check, python
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.timeout(900)]
 
 
 def test_the_kit_writes_a_page_of_what_ran_and_of_what_did_not(tmp_path):

@@ -177,7 +177,7 @@ def titles_and_untitled(prefix):
     return titles, untitled
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # test_engine_processes.py and test_points_ranks.py have two ranks without Ray
 def test_a_replica_of_two_ranks(cluster, model, rows, tmp_path, monkeypatch):
     cluster.add_node(num_cpus=2, object_store_memory=MEMORY)
     cluster.wait_for_nodes()
