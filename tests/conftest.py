@@ -16,7 +16,7 @@ from tests.harness.servers import GcsServer, RayHead, S3Server, fake_gcs, ray_he
 # vLLM reads these on import: a small cache (GiB), few log lines.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# By default Ray's workers have the niceness 15: beside other processes their engines would take minutes to start.
+# By default Ray's workers have the niceness 15. On a loaded machine their engines would take minutes to start.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # Tests use no model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
