@@ -29,7 +29,7 @@ class Block:
     """``tokens`` consecutive tokens of a data set, divided among the rounds that yield them.
 
     ``shares``: slots for round ``number``, for the next round, and so on. A round removes its share. ``begin``: the
-    position before the block's first token. ``digest``: hash of its token ids.
+    position before the block's first token. ``digest``: hash of its token ids and samples.
     """
 
     number: int
@@ -75,9 +75,9 @@ class Slots:
     def get(self, places: Places) -> RowArrays:
         return {name: _from_bytes(memory.take(places), self._like[name]) for name, memory in self._memory.items()}
 
-    def digest(self, places: Places) -> str:
-        """The ``digest`` of the token ids at ``places``."""
-        return digest(self._memory["input_ids"].take(places))
+    def digest(self, places: Places, keys: Sequence[str]) -> str:
+        """The ``digest`` of the token ids at ``places``, which are of the samples ``keys``."""
+        return digest(self._memory["input_ids"].take(places), *keys)
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype[Any], argument: str) -> np.ndarray[Any, Any]:
@@ -201,6 +201,12 @@ def ahead(source: Iterator[Block | None], depth: int, left: Event) -> Generator[
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def digest(ids: Any) -> str:
-    """Hash of token ids, 16 hex digits."""
-    return hashlib.blake2b(np.ascontiguousarray(ids).data, digest_size=8).hexdigest()
+def digest(ids: Any, *keys: str) -> str:
+    """Hashes of token ids and of their samples' keys, 32 hex digits. States of earlier versions have the first 16."""
+    samples = "\0".join(keys).encode("utf-8", "surrogatepass")
+    return "".join(hashlib.blake2b(x, digest_size=8).hexdigest() for x in (np.ascontiguousarray(ids).data, samples))
+
+
+def matches(found: str, stored: str) -> bool:
+    """Whether a ``digest`` is the one in a state. Samples of equal token ids have different keys."""
+    return found[: len(stored)] == stored if stored else not found

@@ -15,7 +15,7 @@ from hsx_dist.reading.arrays import to_ids
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.derived import DerivedDataset, require_dataset, require_tokens
 from hsx_dist.reading.follow import Iteration
-from hsx_dist.reading.mixer import digest, zeros
+from hsx_dist.reading.mixer import digest, matches, zeros
 from hsx_dist.reading.order import check_state
 from hsx_dist.reading.sample import LOSS_MASK
 
@@ -63,15 +63,15 @@ class PackedContexts(DerivedDataset):
         self, items: Iterator[dict[str, Any]], progress: Iteration, at: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
         before = at["dataset"]  # the position before the item that is being packed
-        begun, given = at.get("document"), at.get("tokens", 0)
+        begun, given = at.get("document", ""), at.get("tokens", 0)
         size = self._shape[0] * self._shape[1]
         batch, filled, documents, idle = None, 0, 0, 0
         for item in items:
-            arrays, document = self._arrays(item), digest(item["input_ids"])
+            arrays, document = self._arrays(item), digest(item["input_ids"], item["key"])
             idle = 0 if len(item["input_ids"]) else idle + 1
             require_tokens(self._dataset, idle)
             # If the cut sample is skipped this time, its number of yielded tokens does not apply to the next sample.
-            start, given = given if document == begun else 0, 0
+            start, given = given if matches(document, begun) else 0, 0
             while start < len(item["input_ids"]):
                 batch = self._empty(arrays) if batch is None else batch
                 n = min(len(item["input_ids"]) - start, size - filled)

@@ -29,6 +29,7 @@ from hsx_dist.reading.mixer import (
     digest,
     divide,
     draw,
+    matches,
     most_lots,
     share_sizes,
 )
@@ -163,7 +164,8 @@ class TokenBatches(DerivedDataset):
             refill = Refill(steps, steps_of_block)
             for number in numbers_from(oldest):
                 block = refill.take()
-                if number - oldest < len(known) and known[number - oldest] != ("" if block is None else block.digest):
+                found = "" if block is None else block.digest
+                if number - oldest < len(known) and not matches(found, known[number - oldest]):
                     raise _Changed
                 held += [block] if block is not None else []
                 if not held:
@@ -216,6 +218,7 @@ class TokenBatches(DerivedDataset):
         # The position before the sample in which the current block begins. ``rows``: its rows in earlier blocks.
         begin = {"rows": skip_rows, "first": first, "dataset": last}
         held: list[Places] = []
+        keys: list[str] = []
         lot, size, idle = np.empty(0, np.int64), 0, 0
         for item in items:
             if left.is_set():
@@ -224,10 +227,11 @@ class TokenBatches(DerivedDataset):
             tokens = len(rows["input_ids"])
             idle = 0 if tokens else idle + 1
             require_tokens(self._dataset, idle)
-            sample = digest(rows["input_ids"])
-            if skip_rows and first not in ("", sample):  # ``first`` was skipped this time: this is another sample
+            sample = digest(rows["input_ids"], item["key"])
+            if skip_rows and first and not matches(sample, first):  # this is another sample: ``first`` was skipped
                 begin["rows"] = skip_rows = 0
             offset, skip_rows = min(skip_rows, tokens), 0
+            keys += [item["key"]] if offset < tokens else []
             while offset < tokens:
                 if not len(lot):
                     lot = slots.free.popleft()
@@ -236,8 +240,8 @@ class TokenBatches(DerivedDataset):
                 held.append(places)
                 size, offset = size + len(places), offset + len(places)
                 if size == self._block:
-                    yield self._block_of(slots, held, number, begin)
-                    held, size, number = [], 0, number + 1
+                    yield self._block_of(slots, held, keys, number, begin)
+                    held, keys, size, number = [], [item["key"]] if offset < tokens else [], 0, number + 1
                     begin = {"rows": offset, "first": sample, "dataset": last}
                 elif not len(lot):
                     yield None
@@ -245,12 +249,12 @@ class TokenBatches(DerivedDataset):
             if size == 0:
                 begin = {"rows": 0, "first": "", "dataset": last}
         if size:
-            yield self._block_of(slots, held, number, begin)
+            yield self._block_of(slots, held, keys, number, begin)
 
-    def _block_of(self, slots: Slots, held: list[Places], number: int, begin: dict[str, Any]) -> Block:
+    def _block_of(self, slots: Slots, held: list[Places], keys: list[str], number: int, begin: dict[str, Any]) -> Block:
         places = np.concatenate(held)
         shares = divide(places, self._sizes, [self._seed, number])
-        return Block(number, shares, len(places), begin, slots.digest(places))
+        return Block(number, shares, len(places), begin, slots.digest(places, keys))
 
     def _wanted(self, item: Mapping[str, Any]) -> RowArrays:
         rows = {name: item[name] for name in (*self._dataset.states, "input_ids")}

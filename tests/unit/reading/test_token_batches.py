@@ -6,6 +6,7 @@ import json
 import pickle
 import threading
 import time
+from copy import copy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,13 +18,15 @@ import torch
 
 from hsx_dist import HiddenStatesDataset, HiddenStatesMapDataset, MixedDataset, PackedContexts, TokenBatches
 from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.format.place import start_run
 from hsx_dist.reading import token_batches
 from hsx_dist.reading.mixer import Slots, share_sizes
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.statistics import compute_statistics, store_statistics
 from hsx_dist.store import open_store
-from hsx_dist.testing.samples import random_sample
-from tests.harness.runs import store_run
+from hsx_dist.testing.samples import RandomSample, random_sample
+from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import RunWriter, store_run, whole
 
 SAMPLES = [
     replace(random_sample(f"s{i:02d}", 40, seed=i, odd=False), token_ids=np.arange(40) + 40 * i) for i in range(30)
@@ -386,3 +389,59 @@ def test_each_data_set_can_be_sent_to_a_worker_that_is_not_forked(
         for ours, theirs in zip(islice(iter(made), 3), islice(iter(sent), 3), strict=True):
             assert np.array_equal(ours["input_ids"], theirs["input_ids"])
             assert str(ours["hidden_states"]) == str(theirs["hidden_states"])
+
+
+def _of_one_token(number: int) -> RandomSample:
+    """A sample of one token, as with ``select: last``. All have the same id, and their number as states."""
+    sample = random_sample(f"s{number:02d}", 1, layer_ids=(15,), hidden_size=2)
+    return replace(sample, token_ids=np.array([2]), states=np.full((1, 1, 2), number, np.uint16))
+
+
+def _numbers(batch: dict[str, Any]) -> list[int]:
+    return batch["hidden_states"].reshape(-1, 2)[:, 0].view(torch.int16).tolist()  # type: ignore[no-any-return]
+
+
+def test_samples_of_equal_ids_are_distinct_if_others_are_skipped(tmp_path: Path) -> None:
+    """A part was lost between the state and the resume. Otherwise the resume skips samples that were never given."""
+    store_run(open_store(str(tmp_path)), [_of_one_token(i) for i in range(96)], per_part=4)
+
+    def batches() -> TokenBatches:
+        data = HiddenStatesDataset(str(tmp_path), on_error="skip")
+        return TokenBatches(data, 4, buffer_tokens=32, keep=0)
+
+    first, second = batches(), batches()
+    given = [n for batch in islice(first, 4) for n in _numbers(batch)]
+    state = json.loads(json.dumps(first.state_dict()))
+    min(tmp_path.rglob("*.safetensors")).unlink()
+    second.load_state_dict(state)
+    given += [n for batch in second for n in _numbers(batch)]
+    assert set(given) >= set(range(4, 96))
+
+
+def test_documents_of_equal_ids_are_distinct_if_their_order_changes() -> None:
+    """A follower reads them in the order of the receipts that it finds, and a resume in another one."""
+    store = MemoryStore()
+    start_run(store, {"meaning": {"layers": [15]}})
+    a = RunWriter(store, name="a")
+    writers, waiting = [a, copy(a)], list(range(8))
+    writers[1].name = "b"
+
+    def put_one(_: float = 0) -> None:
+        if waiting:
+            number = waiting.pop(0)
+            writers[1 - number % 2].put([whole(_of_one_token(number), number)])
+        else:
+            a.complete()
+
+    def contexts() -> PackedContexts:
+        options = {"poll_seconds": 0, "discover_seconds": 0, "sleep": put_one}
+        return PackedContexts(HiddenStatesDataset(Run(store), follow=True, follow_options=options, threads=1), 1, 1)
+
+    first, second = contexts(), contexts()
+    given = [n for batch in islice(first, 3) for n in _numbers(batch)]
+    state = json.loads(json.dumps(first.state_dict()))
+    while waiting:
+        put_one()
+    second.load_state_dict(state)
+    given += [n for batch in second for n in _numbers(batch)]
+    assert set(given) == set(range(8))
