@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError, SampleNotFound
@@ -15,6 +16,7 @@ from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SampleRecord
 from hsx_dist.format.manifest_reader import ManifestReader
 from hsx_dist.format.place import Place, open_place
 from hsx_dist.format.runs import load_manifest
+from hsx_dist.home import with_home
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.arguments import whole
 from hsx_dist.reading.index import Index
@@ -45,8 +47,11 @@ def open_run(path: str, *, storage_options: Mapping[str, Any] | None = None) -> 
         >>> open_run("runs/demo")
         Run('...runs/demo', ... samples)
     """
-    reopen = partial(open_store, str(path), storage_options)
-    return Run(reopen(), reopen)
+    store = open_store(str(path), storage_options)
+    again = str(path)
+    if "://" not in again:  # a process that opens it again may have another working folder
+        again = str(Path.cwd() / with_home(again))
+    return Run(store, partial(open_store, again, storage_options))
 
 
 class Run:

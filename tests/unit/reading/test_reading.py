@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -36,7 +37,7 @@ from hsx_dist.reading import Run, load_hidden_states, open_run, verify_run
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
-from tests.harness.runs import RunWriter, unsealed, whole, write_v1_run
+from tests.harness.runs import RunWriter, store_run, unsealed, whole, write_v1_run
 
 LONG = random_sample("long", 100, seed=1)
 SHORT = random_sample("short/é", 5, seed=2)
@@ -453,3 +454,13 @@ def test_verify_reads_the_receipts_behind_a_compacted_manifest_too(store: Store)
     store.put(names[0], [body[: len(body) // 2]])
     store.delete(names[1])
     assert {p.part for p in verify_run(store).problems} == set(names[:2])
+
+
+def test_a_run_is_opened_again_in_another_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ray's workers, which have their own."""
+    (tmp_path / "other").mkdir()
+    store_run(open_store(str(tmp_path / "run")), [random_sample("k", 9)])
+    monkeypatch.chdir(tmp_path)
+    sent = pickle.dumps(open_run("run"))
+    monkeypatch.chdir(tmp_path / "other")
+    assert pickle.loads(sent)["k"].load(framework="numpy")["hidden_states"].shape[0] == 9
