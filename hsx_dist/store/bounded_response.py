@@ -16,8 +16,8 @@ from hsx_dist.store.base import require_at_most
 from hsx_dist.store.partial_answers import PAGES, names_all, part_of, require_part
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-#: gcsfs does not read the text of these errors. It gives an upload that it ended the status 499.
-_BY_STATUS = frozenset({403, 404, 412, 499})
+#: gcsfs does not read the text of these errors.
+_BY_STATUS = frozenset({403, 404, 412})
 _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 
 #: Limit in bytes of an answer to a request without a range. fsspec's thread runs a request in the caller's context.
@@ -91,7 +91,8 @@ class PartialResponse(BoundedResponse):
             gcsfs.retry.HttpError: the answer is an error. Has its status.
         """
         body = await super().read()
-        if self.status < 400 or self.status in _BY_STATUS:
+        of_ended_upload = self.status == 499 and "upload_id" in self.url.query  # gcsfs expects it
+        if self.status < 400 or self.status in _BY_STATUS or of_ended_upload:
             return body
         from gcsfs.retry import HttpError  # part of an extra
 

@@ -197,7 +197,7 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     if failed_for_now(error):
         return Unavailable(f"{where}: no credentials now: {detail}. Check their service, and try again later")
     # Before AlreadyExists: obstore raises AlreadyExistsError for every 409, also S3's ConditionalRequestConflict.
-    busy = code in _BUSY_CODES or status in (408, 410, 429) or (status is not None and status >= 500 and status != 501)
+    busy = code in _BUSY_CODES or status in (408, 410, 429, 499) or (status is not None and status >= 500 and status != 501)
     # The answer to a HEAD has no body, thus no code.
     if busy or (status == 409 and code in ("", "409") and where.startswith(_READS)):
         return Unavailable(f"{where}: the service cannot answer now: {detail}. Check the service, and try again later")
@@ -367,8 +367,10 @@ def _of_a_gateway(chain: list[BaseException], where: str, said: ObstoreError) ->
     """Whether the answer to a listing, an upload or a get, or any answer of GCS in JSON, is another service's page."""
     if any(isinstance(e, json.JSONDecodeError) for e in chain):
         return re.match(r"(?!open )\S+ (gs|gcs)://", where) is not None  # opening a store may read a file in JSON
-    lacking = any(isinstance(e, KeyError) and e.args[:1] in _LACKING for e in chain)
-    return where.startswith(("list", "put", "get")) and (said.of_a_gateway or lacking)
+    lacking = {e.args[:1] for e in chain if isinstance(e, KeyError)}
+    if ("name",) in lacking and re.match(r"head (gs|gcs)://", where):
+        return True
+    return where.startswith(("list", "put", "get")) and (said.of_a_gateway or not lacking.isdisjoint(_LACKING))
 
 
 def _of_aws(error: BaseException) -> bool:
