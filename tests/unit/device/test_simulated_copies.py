@@ -168,13 +168,12 @@ MUTATIONS = [
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_a_fault_is_noticed(mutation, monkeypatch):
-    noticed = []
-    for name, schedule in schedules(0).items():
+    for schedule in schedules(0).values():
         with monkeypatch.context() as patch:
             mutation(patch)
             with prepared(schedule, 0, ring_pages=3) as (run, _):
                 try:
                     run.run()
                 except (WrongNumbers, IndexError):  # poison is no valid index
-                    noticed.append(name)
-    assert noticed
+                    return
+    pytest.fail("expected an order of the device that gives wrong numbers, got none")

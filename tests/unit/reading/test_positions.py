@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from collections.abc import Iterator
@@ -144,8 +145,14 @@ def test_a_state_of_any_moment_resumes_the_rest(folder: Path, kind: str) -> None
         assert case.epoch(at.epoch + 1) == orders[at.epoch + 1], at
 
 
-@pytest.mark.parametrize("workers", [0, 2, "persistent"])
-@pytest.mark.parametrize("kind", ["plain", "all", "tokens", "packed"])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        *itertools.product(("plain", "all", "tokens", "packed"), (0, 2)),
+        *(("plain", "persistent"), ("packed", "persistent")),
+        *(pytest.param(kind, "persistent", marks=pytest.mark.soak) for kind in ("all", "tokens")),
+    ],
+)
 def test_torchdatas_loader_resumes_the_rest(folder: Path, kind: str, workers: int | str) -> None:
     loader = {"num_workers": 2, "persistent_workers": True} if workers == "persistent" else {"num_workers": workers}
     found, orders = moments(Case(folder, kind, **loader))

@@ -185,7 +185,7 @@ def test_a_kept_header_is_counted_with_its_memory() -> None:
 def test_metadata_of_one_segment_at_a_time_is_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded metadata of all segments takes up to 44 times the memory of its text."""
     store, sample = MemoryStore(), random_sample("a", 40, layer_ids=[1], hidden_size=1)
-    value: Any = [[]] * 15_000
+    value: Any = [[]] * 5_000
     encoded = []
     for segment in sample.segments(*range(1, 40)):
         encoder = SegmentEncoder(NoneCodec())

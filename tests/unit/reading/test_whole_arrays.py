@@ -115,7 +115,7 @@ def test_arrays_that_do_not_fit_the_memory_are_a_format_error(monkeypatch: pytes
 @pytest.mark.traced
 def test_token_ids_are_not_copied() -> None:
     store = MemoryStore()
-    store_run(store, [random_sample("k", 1 << 20, layer_ids=[1], hidden_size=1)])
+    store_run(store, [random_sample("k", 1 << 20, layer_ids=[1], hidden_size=1, chunk_tokens=1 << 16)])
     run = Run(store)
     part = run.open_part(next(n for n in run.manifest.parts))
     part.token_ids(0)

@@ -33,7 +33,7 @@ def check(code: str, **more) -> Check:
     ],
 )
 def test_a_check_reads_as_what_it_was(code, state, words):
-    outcome = run_check(check(code, limit_s=15.0 if state == "timed out" else 60.0))
+    outcome = run_check(check(code, limit_s=10.0 if state == "timed out" else 60.0))
     assert outcome.state == state, outcome
     assert words in outcome.message
     assert outcome.figures == ({"n": 1} if state == "passed" else {})
@@ -62,7 +62,7 @@ def test_what_a_check_started_ends_with_it(tmp_path):
     writes = f"import time\nwhile True: open({str(alive)!r}, 'a').write('.') and time.sleep(0.05)"
     starts = f"subprocess.Popen([sys.executable, '-c', {writes!r}], start_new_session=True);"
     waits = f"[time.sleep(0.05) for _ in range(400) if not os.path.exists({str(alive)!r})]; time.sleep(600)"
-    outcome = run_check(check(starts + waits, limit_s=20.0))
+    outcome = run_check(check(starts + waits, limit_s=12.0))
     assert outcome.state == "timed out"
     size = alive.stat().st_size
     assert size > 0
