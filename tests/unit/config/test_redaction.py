@@ -405,7 +405,7 @@ def test_a_cut_separates_no_value_from_its_name(monkeypatch: pytest.MonkeyPatch,
         *("a=[", "key=[a=[\\\\", "key=[\\a", "key=['',[[", "<key a", "<key a='", "'key',{1:'a':", "key=['''"),
     ],
 )
-@pytest.mark.parametrize("head", ["", "http://", "u:"])
+@pytest.mark.parametrize("head", ["", "http://", pytest.param("u:", marks=pytest.mark.soak)])
 def test_the_time_is_linear(head: str, piece: str) -> None:
     def make(n: int) -> Callable[[], object]:
         return partial(redact_text, head + piece * ((n - len(head)) // len(piece)))

@@ -184,7 +184,8 @@ def test_a_parquet_footer_that_counts_fewer_rows_is_an_error(tmp_path: Path) -> 
 @pytest.fixture
 def failing_server() -> Iterator[str]:
     """Serves the first quarter of a file of 20 MB."""
-    data = b'{"text":"a row"}\n' * (20_000_000 // 17)
+    row = b'{"text":"' + b"a" * 1000 + b'"}\n'
+    data = row * (20_000_000 // len(row))
 
     class Handler(Answers):
         def do_HEAD(self) -> None:

@@ -103,7 +103,9 @@ def test_without_weights_a_data_set_without_samples_adds_nothing(folder: Path, s
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_without_weights_any_workers_give_each_sample_once(folder: Path, worker: Any, world: int) -> None:
-    for names, workers, stop in itertools.product(("ab", "ba", "abc"), (1, 2, 3, 4, 8, 50 // world), ("first", "all")):
+    two = itertools.product(("ab", "ba"), (1, 2, 4), ("first", "all"))
+    three = itertools.product(("abc",), (1, 3, 8, 50 // world), ("first", "all"))
+    for names, workers, stop in (*two, *three):
         seen: list[str] = []
         for rank in shards(worker, world, workers):
             seen += keys_of(mixture(folder, names, rank=rank, world=world, stop=stop))
