@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
+from hsx_dist.cli.commands import refuse_credential
+from hsx_dist.cli.exit_codes import run_command
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import ConfigError, Denied, FormatError, NotFound, SampleFailed, Unavailable
 from hsx_dist.format.container import Part
@@ -288,9 +291,22 @@ if __name__ != "__main__":
 def main() -> None:
     """Run speculators' command. Importing this module registers the back end."""
     begin_process()
+    # Not run_app: speculators configures its own logging.
+    run_command(_checked_command, "speculators")
+
+
+def _checked_command() -> Any:
+    """Check the arguments, then run speculators' command: it stores its arguments before it uses the back end."""
+    given = sys.argv[1:]
+    for number, argument in enumerate(given, 1):
+        for text in argument.split("=", 1) if argument.startswith("-") else [argument]:
+            refuse_credential(f"argument {number}", text)
+    parser = argparse.ArgumentParser(add_help=False)
+    HsxBackend.add_train_args(parser)
+    HsxBackend.from_train_args(parser.parse_known_args(given)[0], "")
     from speculators.__main__ import app
 
-    app()
+    return app(standalone_mode=False)
 
 
 if __name__ == "__main__":

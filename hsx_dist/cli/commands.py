@@ -26,17 +26,18 @@ class _Command(TyperCommand):
                 continue
             shown = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.metavar
             for text in value if isinstance(value, (list, tuple)) else [value]:
-                _check(str(shown), str(text))
+                refuse_credential(str(shown), str(text))
+                check_url(str(text))
         return super().invoke(ctx)
 
 
-def _check(name: str, text: str) -> None:
+def refuse_credential(name: str, text: str) -> None:
+    """Raise ConfigError if ``text``, the argument ``name`` of a command, seems to hold a credential."""
     if list(secret_paths(text)):
         raise ConfigError(
             f"{name}: expected no credential on a command line (job lists show it), got one. Give it by the "
             "environment, a profile or a file of settings"
         )
-    check_url(text)
 
 
 class Commands(typer.Typer):

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -42,17 +42,28 @@ def exit_status(error: HsxError) -> int:
 
 
 def run_app(app: typer.Typer, args: Sequence[str] | None, name: str) -> None:
-    """Run a typer app and exit; an HsxError becomes its message on stderr. ``HSX_DEBUG=1`` shows the traceback too."""
-    debug = os.environ.get("HSX_DEBUG", "") not in ("", "0")
+    """Run a typer app of this package with this package's logging, and exit as ``run_command`` does."""
+    begin_process()
+    configure_logging(logging.DEBUG if _shows_tracebacks() else logging.WARNING)
+    given = None if args is None else list(args)
+    run_command(lambda: app(args=given, prog_name=name, standalone_mode=False), name)
+
+
+def _shows_tracebacks() -> bool:
+    return os.environ.get("HSX_DEBUG", "") not in ("", "0")
+
+
+def run_command(command: Callable[[], int | None], name: str) -> None:
+    """Call a command and exit; an HsxError becomes its message on stderr. ``HSX_DEBUG=1`` shows the traceback too.
+
+    ``command`` calls a typer app that is not standalone. Such an app would print the error of a wrong argument itself,
+    with the argument's password. With typer before 0.23 it would also print local variables.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # keys may have characters that its encoding lacks
             stream.reconfigure(errors="backslashreplace")
-    begin_process()
-    configure_logging(logging.DEBUG if debug else logging.WARNING)
     try:
-        # Not standalone: typer would print the error of a wrong argument itself, with the argument's password.
-        status = app(args=None if args is None else list(args), prog_name=name, standalone_mode=False)
-        sys.exit(status or FINE)
+        sys.exit(command() or FINE)
     except _USAGE_ERROR as e:
         shown = io.StringIO()
         e.show(shown)
@@ -63,7 +74,7 @@ def run_app(app: typer.Typer, args: Sequence[str] | None, name: str) -> None:
         say("Aborted!", to=sys.stderr)
         sys.exit(FOUND_BAD)
     except HsxError as e:
-        if debug:
+        if _shows_tracebacks():
             say_lines(redact_text(traceback.format_exc()), to=sys.stderr)
         say_lines(f"{name}: {redact_text(str(e))}", to=sys.stderr)
         sys.exit(exit_status(e))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.harness.runs import store_run
 
 pytestmark = pytest.mark.integration
 
+SECRET = "hunter2-not-to-be-seen"
 SAMPLES = [random_sample(f"r{i}", 5 + i, layer_ids=(2, 4, 5, 8), seed=i, odd=False) for i in range(6)]
 
 
@@ -173,3 +175,34 @@ def test_the_trainers_command_knows_the_back_end() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "--hsx-run" in done.stdout
+
+
+def run_trainer(folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with a model that does not exist. speculators first stores its arguments in ``folder/out``."""
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "hsx_dist.speculators", "train", "--hidden-states-backend", "hsx"),
+            *("--speculator-type", "eagle3", "--data-path", "data", "--save-path", str(folder / "out"), *given),
+        ],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_trainers_command_stores_no_credential_of_an_argument(tmp_path: Path) -> None:
+    done = run_trainer(tmp_path, "--verifier-name-or-path", "./none", "--hsx-run", f"https://me:{SECRET}@host/run")
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
+    assert "expected no credential on a command line" in done.stderr
+    assert SECRET not in done.stderr
+
+
+def test_the_error_that_ends_the_trainers_command_is_redacted(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"train: {{verifier: {{verifier_name_or_path: 'https://me:{SECRET}@host/model'}}}}")
+    done = run_trainer(tmp_path, "--config", str(config))
+    assert done.returncode == 1
+    assert "https://host/model" in done.stderr
+    assert "please report it with the lines above" in done.stderr
+    assert SECRET not in done.stdout + done.stderr

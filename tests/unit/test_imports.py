@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "ray": {"errors", "lazy", "config", "reading", "exporting", "ray_arguments", "ray_calls", "text"},
     "saelens": {"layers", "page", "reading"},
     "serving": {"errors", "page", "connector", "reading", "store", "format", "logger", "text", "writers"},
-    "speculators": {"errors", "config", "new_process", "page", "format", "reading", "store", "text"},
+    "speculators": {"cli", "errors", "config", "new_process", "page", "format", "reading", "store", "text"},
     "observe": {
         *("errors", "logger", "model_parts", "page", "config", "store", "format", "reading", "text"),
         "working_folder",

@@ -6,16 +6,19 @@ import errno
 import fcntl
 import json
 import os
+import sys
+import types
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import typer
 
 from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.errors import ConfigError, Denied, NotFound, SampleConflict
 from hsx_dist.format.place import start_run
 from hsx_dist.reading.object_lock import shared_lock
-from hsx_dist.speculators import HsxTransfer
+from hsx_dist.speculators import HsxTransfer, main
 from hsx_dist.store import open_store
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import random_sample
@@ -205,3 +208,66 @@ def test_an_object_whose_version_may_not_be_read_is_not_deleted_without_a_condit
     with pytest.raises(Denied):
         transfer.delete(path)
     assert (tmp_path / NAME).exists()
+
+
+SECRET = "hunter2-not-to-be-seen"
+
+
+@pytest.fixture
+def trainers_calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Arguments of each call of an app in place of speculators', which ends with an error."""
+    app, calls = typer.Typer(pretty_exceptions_show_locals=True), []
+
+    @app.callback()
+    def _group() -> None:
+        pass
+
+    @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def train(ctx: typer.Context) -> None:
+        calls.append(ctx.args)
+        options = {"secret": SECRET}
+        raise ValueError(f"no answer of https://me:{options['secret']}@host/x")
+
+    monkeypatch.setitem(sys.modules, "speculators.__main__", types.SimpleNamespace(app=app))
+    return calls
+
+
+def test_the_error_that_ends_the_command_shows_no_credential(trainers_calls, monkeypatch, capfd):
+    given = [
+        "--hsx-run=s3://b/run",
+        "--hsx-storage-options",
+        '{"secret": "${env:HSX_TEST}", "endpoint_url": "http://h"}',
+    ]
+    monkeypatch.setenv("HSX_TEST", SECRET)
+    monkeypatch.setattr(sys, "argv", ["speculators", "train", *given, "--loss-fn", '{"ce": 0.1, "tv": 0.9}'])
+    with pytest.raises(SystemExit) as e:
+        main()
+    shown = capfd.readouterr()
+    assert (e.value.code, shown.out) == (1, "")
+    assert "ValueError: no answer of https://host/x" in shown.err
+    assert SECRET not in shown.err
+    assert [call[: len(given)] for call in trainers_calls] == [given]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--hsx-run", f"https://me:{SECRET}@host/run"], "argument 3: expected no credential on a command line"),
+        ([f"--request-endpoint=me:{SECRET}@host"], "argument 2: expected no credential on a command line"),
+        ([f"--https://me:{SECRET}@host=x"], "argument 2: expected no credential on a command line"),
+        (["--hsx-storage-options", f'{{"token": "{SECRET}"}}'], "argument 3: expected no credential on a command line"),
+        ([f"--hsx-storage-options={{key: {SECRET}}}"], "key: expected no credential on a command line"),
+        (["--hsx-storage-path", f"s3:/b/x?n={SECRET}"], "expected scheme://place/path"),
+    ],
+)
+def test_an_argument_with_a_credential_is_refused_before_speculators_stores_it(
+    trainers_calls, given, said, monkeypatch, capfd
+):
+    monkeypatch.setattr(sys, "argv", ["speculators", "train", *given])
+    with pytest.raises(SystemExit) as e:
+        main()
+    shown = capfd.readouterr()
+    assert (e.value.code, shown.out, trainers_calls) == (2, "", [])
+    assert shown.err.startswith("speculators: ")
+    assert said in shown.err
+    assert SECRET not in shown.err
