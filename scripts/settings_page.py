@@ -10,14 +10,15 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from hsx_dist.config import ExtractConfig
+from hsx_dist.config.loading import MAX_LENGTH
 
-HEAD = """# Settings
+HEAD = f"""# Settings
 
 <!-- Written by `make tables`. -->
 
 Settings of `hsx_dist.ExtractConfig`, of a YAML file for `hsx extract --config FILE`, and of `key.sub=value` on a
 command line. A name with a dot is a member of a group. Sizes are numbers of bytes, or texts such as `64MiB`. A name
-that is not in this table is refused. So is an integer of more than 64 bits, and a file of more than 1,048,576
+that is not in this table is refused. So is an integer of more than 64 bits, and a file of more than {MAX_LENGTH:,}
 characters. Numbers follow YAML 1.1, except that a value such as `12:30` is text.
 
 """

@@ -24,8 +24,8 @@ from hsx_dist.regular_files import is_descriptor, open_regular
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 #: Text of the file in PyYAML's messages, which may be a credential. Single characters and token names are none.
 _QUOTED = re.compile(r"""(['"])(?!<[a-z ]+>\1|\\?.\1).*""", re.DOTALL)
-#: Characters of a file or an override. PyYAML takes up to 370 bytes for each.
-_MAX_LENGTH = 1 << 18
+#: Limit of the characters of a file or an override. PyYAML takes up to 370 bytes for each.
+MAX_LENGTH = 1 << 18
 #: Characters of a number. Python takes quadratic time for a long one.
 _MAX_NUMBER = 100
 #: Characters that the aliases of one text may stand for.
@@ -71,7 +71,7 @@ def read_yaml(path: str) -> dict[str, Any]:
     found = with_home(path)
     try:
         with open(found, encoding="utf-8", opener=None if is_descriptor(found) else open_regular) as file:
-            text = file.read(_MAX_LENGTH + 1)
+            text = file.read(MAX_LENGTH + 1)
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) and e.strerror else type(e).__name__
         shown = public_url(path)
@@ -186,8 +186,8 @@ _StrictLoader.add_constructor("tag:yaml.org,2002:timestamp", _StrictLoader.const
 
 
 def _parse(text: str, where: str) -> Any:
-    if len(text) > _MAX_LENGTH:
-        raise ConfigError(f"{where}: expected at most {_MAX_LENGTH:,} characters of YAML, got more. Shorten it")
+    if len(text) > MAX_LENGTH:
+        raise ConfigError(f"{where}: expected at most {MAX_LENGTH:,} characters of YAML, got more. Shorten it")
     try:
         return yaml.load(text, _StrictLoader)  # noqa: S506 (a SafeLoader)
     except Exception as e:  # noqa: BLE001 - also of the loader's own conversions: ValueError for the number 0x_

@@ -13,6 +13,7 @@ import yaml
 import hsx_dist
 from benchmarks import charts
 from hsx_dist.config import load_config
+from hsx_dist.config.loading import MAX_LENGTH
 from scripts import settings_page
 from tests.harness.snippets import Snippet, as_program, snippets
 
@@ -145,6 +146,7 @@ def test_the_figures_and_the_chart_of_the_readme_are_those_of_the_last_bench():
 
 
 def test_the_page_of_settings_is_the_codes():
+    assert f"more than {MAX_LENGTH:,}\ncharacters" in settings_page.page()
     assert settings_page.page() == (ROOT / "docs" / "settings.md").read_text(), "run `make tables`"
 
 
