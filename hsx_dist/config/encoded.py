@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from unicodedata import normalize
-from urllib.parse import unquote
+from urllib.parse import unquote, unquote_plus
 
 # The time must grow linearly with a text's length.
 #: Limit of the repetitions until a text stays the same.
 ROUNDS = 5
-_PERCENT = re.compile(r"(?:%[0-9A-Fa-f]{2})+")
+#: Also ``+`` for the blank behind the colon or comma of JSON, as in a web form. Another ``+`` may belong to a token.
+_PERCENT = re.compile(r"(?:%[0-9A-F]{2}|(?:(?<=%3A)|(?<=%2C))\+(?=%(?:22|27|5B|7B|28)))+", re.IGNORECASE)
 _ENCODED = re.compile(r"%[0-9A-Fa-f]{2}|[\uff01-\uff5e\ufe10-\ufe19\ufe50-\ufe6b]")
 #: Wide and small forms of ASCII characters. Libraries read some of them as ASCII.
 _WIDE = {
@@ -72,7 +73,7 @@ def decoded(form: str) -> str:
     A blank, comma, quote, ``<`` or ``>`` of the result ends no word: another character takes its place (``separated``).
     A password may have it, and is found as a whole only so, or while it is still encoded.
     """
-    return _PERCENT.sub(lambda found: joined(unquote(found[0])), form).translate(_WIDE_JOINED)
+    return _PERCENT.sub(lambda found: joined(unquote_plus(found[0])), form).translate(_WIDE_JOINED)
 
 
 def as_one_word(text: str) -> str:

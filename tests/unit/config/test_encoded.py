@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import pytest
 from hypothesis import example, given, settings
@@ -79,6 +79,32 @@ def test_an_encoded_credential_is_found_and_not_shown(text: str) -> None:
         with pytest.raises(ConfigError) as e:
             take(text)
         assert SECRET not in str(e.value)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"n": 1, "token": SECRET}),
+        json.dumps({"headers": {"Authorization": f"Bearer {SECRET}"}}),
+        json.dumps({"api_keys": [None, SECRET]}),
+        str({"password": SECRET}),
+        str(("password", SECRET)),
+    ],
+)
+def test_a_plus_for_a_blank_hides_no_credential(text: str, times: int) -> None:
+    for _ in range(times):
+        text = urlencode({"options": text})
+    url = f"https://host/rows.jsonl?{text}"
+    line = redact_text(f"GET {url} failed")
+    assert SECRET not in line
+    assert redact_text(line) == line
+    assert list(secret_paths(url)) == [()]
+
+
+@pytest.mark.parametrize("token", ["QWxhZGR+bjpvcGVu%3D", "QW+%2FZGVuOm9wZW4xMjM0"])
+def test_a_plus_in_a_token_is_no_blank(token: str) -> None:
+    assert redact_text(f"Authorization%3A%20Basic%20{token}") == "Authorization: Basic (not shown)"
 
 
 @pytest.mark.parametrize("url", WEB)
