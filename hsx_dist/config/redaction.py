@@ -140,15 +140,17 @@ def _masked(text: str) -> str:
     """Return ``text`` with ``_MASK`` or ``HIDDEN`` in place of credentials that are not encoded."""
     # The values of names are replaced before links are searched: the ``@`` of a password in the same word would end the
     # user of a link. Most texts lack the characters that the slower patterns need.
-    text = _PRIVATE_KEY.sub(rf"\1 {_MASK}", text)
+    if "PRIVATE KEY" in text:
+        text = _PRIVATE_KEY.sub(rf"\1 {_MASK}", text)
     # Quoted values are replaced before parameters: the end of a parameter may be the quote in front of a value.
     if "'" in text or '"' in text:
         text = _without(text, _settings(text))
     if "=" in text or "\\" in text:
         text = _without(text, _parameters(text))
-    text = _ELEMENT.sub(
-        lambda found: f"<{found[1]}{found[2] or ''}>{_MASK}" if looks_secret(found[1]) else found[0], text
-    )
+    if "<" in text:
+        text = _ELEMENT.sub(
+            lambda found: f"<{found[1]}{found[2] or ''}>{_MASK}" if looks_secret(found[1]) else found[0], text
+        )
     text = _TOKEN.sub(rf"\1\2{_MASK}", text)
     if "=" in text:
         text = _KEY.sub(rf"\1={_MASK}", text)
@@ -246,7 +248,7 @@ def _encoded(word: str) -> str:
         # First as one word, then with its quotes and blanks: a quoted value is found only with them.
         word_shown = _masked(form).replace(HIDDEN, _MASK)
         text = separated(word_shown)
-        shown = _masked(text).replace(HIDDEN, _MASK)
+        shown = text if text == form else _masked(text).replace(HIDDEN, _MASK)
         hides = hides or word_shown != form or shown != text
         form = word_shown if shown == text else joined(shown)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from unicodedata import normalize
 from urllib.parse import unquote
 
@@ -92,12 +93,14 @@ def _shows_one(text: str) -> bool:
     return any(map(_holds_one, dict.fromkeys(_readings(text))))
 
 
+@lru_cache(maxsize=1)  # ``public_url`` and ``has_credentials`` decode the same text
 def _encodes_one(text: str) -> bool:
     """Whether the decoded form of a text holds what may be a credential, or is unknown."""
     if not is_encoded(text):
         return False
-    # A decoded blank may belong to a password (``word_forms``), or libraries drop it.
-    return any(form is None or _shows_one(form) for form in (plain_form(text), *word_forms(text)))
+    # A decoded blank may belong to a password (``word_forms``), or libraries drop it. Most texts have no such blank.
+    forms = dict.fromkeys((plain_form(text), *word_forms(text)))
+    return None in forms or any(_shows_one(form) for form in forms if form is not None)
 
 
 def _holds_one(text: str) -> bool:
@@ -335,7 +338,7 @@ def _with_quoted_user(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    return "".join(filter(str.isprintable, text)).lstrip(" ")
+    return (text if text.isprintable() else "".join(filter(str.isprintable, text))).lstrip(" ")
 
 
 def _is_mistyped(found: re.Match[str], last_at: int) -> bool:
@@ -369,10 +372,12 @@ def links_of(text: str) -> list[str]:
 
 def _authority(link: str) -> str:
     # Settings hold texts with URLs, so blanks and punctuation may follow. Percent-encoding must not hide a credential.
-    rest = re.split(r"[/\s]", link.partition("://")[2], maxsplit=1)[0]
-    # Some libraries read a full-width ``@`` as an ``@``. Characters are normalized one by one, because NFKC of many
-    # accents in a row takes quadratic time.
-    return "".join(normalize("NFKC", c) for c in unquote(rest)).removesuffix("::").rstrip(",.;!?)}\"'`>*")
+    rest = unquote(re.split(r"[/\s]", link.partition("://")[2], maxsplit=1)[0])
+    if not rest.isascii():
+        # Some libraries read a full-width ``@`` as an ``@``. Characters are normalized one by one, because NFKC of many
+        # accents in a row takes quadratic time.
+        rest = "".join(normalize("NFKC", c) for c in rest)
+    return rest.removesuffix("::").rstrip(",.;!?)}\"'`>*")
 
 
 def breaks_the_rule(link: str) -> bool:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hsx_dist.config import load_config, public_url
+from hsx_dist.config import load_config, public_url, urls
+from hsx_dist.config.encoded import word_forms
 from hsx_dist.config.redaction import redact_text
 from hsx_dist.config.secrets import compared_form, hide_secrets, secret_paths
 from hsx_dist.config.urls import check_place_of_credentials, has_credentials, url_secrets, web_path
@@ -105,6 +106,15 @@ def test_a_plus_for_a_blank_hides_no_credential(text: str, times: int) -> None:
 @pytest.mark.parametrize("token", ["QWxhZGR+bjpvcGVu%3D", "QW+%2FZGVuOm9wZW4xMjM0"])
 def test_a_plus_in_a_token_is_no_blank(token: str) -> None:
     assert redact_text(f"Authorization%3A%20Basic%20{token}") == "Authorization: Basic (not shown)"
+
+
+def test_a_text_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run.json may have very many encoded texts."""
+    decoded = []
+    monkeypatch.setattr(urls, "word_forms", lambda text: decoded.append(text) or word_forms(text))
+    texts = [f"@:http://http://{n}%25252525" for n in range(3)]
+    assert hide_secrets(texts) == texts
+    assert decoded == texts
 
 
 @pytest.mark.parametrize("url", WEB)
