@@ -30,6 +30,12 @@ def require_dataset(dataset: object, *, loss_mask: bool) -> None:
         raise ConfigError(f"rename: expected {', '.join(renamed)} under the same name, got another. Do not rename it")
 
 
+def key_of(item: Mapping[str, Any], dataset: HiddenStatesDataset) -> str:
+    """Return the key of an item's sample, "" if ``rename`` removes it."""
+    name = dataset._reader.spec.rename.get("key", "key")
+    return str(item[name]) if name else ""
+
+
 def require_tokens(dataset: HiddenStatesDataset, idle: int) -> None:
     """Raise ``ConfigError`` after a whole epoch without a token; else a repeating data set would be read forever.
 

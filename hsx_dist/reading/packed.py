@@ -13,7 +13,7 @@ from hsx_dist.format.json_objects import count, text
 from hsx_dist.reading.arguments import require_positive
 from hsx_dist.reading.arrays import to_ids
 from hsx_dist.reading.datasets import HiddenStatesDataset
-from hsx_dist.reading.derived import DerivedDataset, require_dataset, require_tokens
+from hsx_dist.reading.derived import DerivedDataset, key_of, require_dataset, require_tokens
 from hsx_dist.reading.follow import Iteration
 from hsx_dist.reading.mixer import digest, matches, zeros
 from hsx_dist.reading.order import check_state
@@ -67,7 +67,7 @@ class PackedContexts(DerivedDataset):
         size = self._shape[0] * self._shape[1]
         batch, filled, documents, idle = None, 0, 0, 0
         for item in items:
-            arrays, document = self._arrays(item), digest(item["input_ids"], item["key"])
+            arrays, document = self._arrays(item), digest(item["input_ids"], key_of(item, self._dataset))
             idle = 0 if len(item["input_ids"]) else idle + 1
             require_tokens(self._dataset, idle)
             # If the cut sample is skipped this time, its number of yielded tokens does not apply to the next sample.
@@ -124,7 +124,8 @@ class PackedContexts(DerivedDataset):
         """Position of the iteration, to the token; JSON types.
 
         With a data set that has ``follow``, documents may have another order after a resume. The resume then repeats
-        the document in which the last batch ended.
+        the document in which the last batch ended. It distinguishes documents of equal token ids by their keys: let
+        ``rename`` not remove ``key``.
 
         Example:
             >>> state = contexts.state_dict()

@@ -16,7 +16,7 @@ from hsx_dist.errors import ConfigError
 from hsx_dist.format.json_objects import count, list_of, number, text
 from hsx_dist.reading.arguments import require_positive
 from hsx_dist.reading.datasets import HiddenStatesDataset
-from hsx_dist.reading.derived import DerivedDataset, require_dataset, require_tokens
+from hsx_dist.reading.derived import DerivedDataset, key_of, require_dataset, require_tokens
 from hsx_dist.reading.follow import Iteration
 from hsx_dist.reading.mixer import (
     MOST_SHARES,
@@ -227,11 +227,12 @@ class TokenBatches(DerivedDataset):
             tokens = len(rows["input_ids"])
             idle = 0 if tokens else idle + 1
             require_tokens(self._dataset, idle)
-            sample = digest(rows["input_ids"], item["key"])
+            key = key_of(item, self._dataset)
+            sample = digest(rows["input_ids"], key)
             if skip_rows and first and not matches(sample, first):  # this is another sample: ``first`` was skipped
                 begin["rows"] = skip_rows = 0
             offset, skip_rows = min(skip_rows, tokens), 0
-            keys += [item["key"]] if offset < tokens else []
+            keys += [key] if offset < tokens else []
             while offset < tokens:
                 if not len(lot):
                     lot = slots.free.popleft()
@@ -241,7 +242,7 @@ class TokenBatches(DerivedDataset):
                 size, offset = size + len(places), offset + len(places)
                 if size == self._block:
                     yield self._block_of(slots, held, keys, number, begin)
-                    held, keys, size, number = [], [item["key"]] if offset < tokens else [], 0, number + 1
+                    held, keys, size, number = [], [key] if offset < tokens else [], 0, number + 1
                     begin = {"rows": offset, "first": sample, "dataset": last}
                 elif not len(lot):
                     yield None
@@ -271,7 +272,8 @@ class TokenBatches(DerivedDataset):
         """Position of the iteration, to the batch. A resume reads the tokens of the buffer again.
 
         In three cases a resume repeats all tokens since the oldest in the buffer. The data set has ``follow``, or
-        ``on_error="skip"`` skips other samples than before, or seed, batch, buffer or ``keep`` changed.
+        ``on_error="skip"`` skips other samples than before, or seed, batch, buffer or ``keep`` changed. A resume
+        distinguishes samples of equal token ids by their keys: let ``rename`` not remove ``key``.
 
         With ``scaling`` the state has a hash of the factors. ``merge_states`` drops it.
 

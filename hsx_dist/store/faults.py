@@ -197,7 +197,11 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     if failed_for_now(error):
         return Unavailable(f"{where}: no credentials now: {detail}. Check their service, and try again later")
     # Before AlreadyExists: obstore raises AlreadyExistsError for every 409, also S3's ConditionalRequestConflict.
-    busy = code in _BUSY_CODES or status in (408, 410, 429, 499) or (status is not None and status >= 500 and status != 501)
+    busy = (
+        code in _BUSY_CODES
+        or status in (408, 410, 429, 499)
+        or (status is not None and status >= 500 and status != 501)
+    )
     # The answer to a HEAD has no body, thus no code.
     if busy or (status == 409 and code in ("", "409") and where.startswith(_READS)):
         return Unavailable(f"{where}: the service cannot answer now: {detail}. Check the service, and try again later")

@@ -66,9 +66,7 @@ def test_an_answer_that_is_none_of_gcs_is_unavailable(status: int, text: bytes, 
     if call == "delete" and status == 200:
         pytest.skip("the body of an answer to a delete does not matter")
     with served(_handler(status, text, 100)) as endpoint:
-        store = open_store(
-            "gs://b/r", {"token": "anon", "endpoint_url": endpoint}, backend="fsspec", retry_seconds=0
-        )
+        store = open_store("gs://b/r", {"token": "anon", "endpoint_url": endpoint}, backend="fsspec", retry_seconds=0)
         with pytest.raises(Unavailable):
             calls[call](store)
 
