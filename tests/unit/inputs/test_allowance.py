@@ -246,3 +246,17 @@ def test_the_values_of_compressed_lines_are_counted(tmp_path: Path, monkeypatch:
             continue
         with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
             _count(tmp_path / "a.jsonl.gz")
+
+
+def test_row_groups_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a third of a millisecond, and a zip file of some KiB may have very many."""
+    monkeypatch.setattr(allowance, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 0)
+    path, table = tmp_path / "a.parquet", pa.table({"text": ["a"] * 110})
+    for rows in (11, 1):
+        pq.write_table(table, path, row_group_size=rows)
+        if rows > 1:
+            assert _count(path) == 110
+            continue
+        with pytest.raises(FormatError, match="at most 0 bytes for each stored byte"):
+            _count(path)
