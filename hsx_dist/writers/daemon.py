@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 T = TypeVar("T")
@@ -37,21 +38,7 @@ class DaemonPool:
     def submit_for(self, key: str | None, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """As ``submit``, after the earlier calls of ``key``. These occupy one thread at most."""
         future: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                if not future.set_running_or_notify_cancel():
-                    return
-                try:
-                    result = call(*args, **kwargs)
-                except BaseException as e:  # noqa: BLE001 - the future raises it
-                    future.set_exception(e)
-                else:
-                    future.set_result(result)
-            finally:
-                if key is not None:
-                    self._next_of(key)
-
+        work = partial(self._work, key, future, partial(call, *args, **kwargs))
         if key is None:
             self._queue.put(work)
             return future
@@ -62,6 +49,21 @@ class DaemonPool:
                 self._waiting[key] = deque()
                 self._queue.put(work)
         return future
+
+    def _work(self, key: str | None, future: Future[T], call: Callable[[], T]) -> None:
+        try:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = call()
+            except BaseException as e:  # noqa: BLE001 - the future raises it
+                future.set_exception(e)
+                del future  # the traceback refers to this frame: a cycle would keep the call's buffers until collected
+            else:
+                future.set_result(result)
+        finally:
+            if key is not None:
+                self._next_of(key)
 
     def _next_of(self, key: str) -> None:
         with self._lock:

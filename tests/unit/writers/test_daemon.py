@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 
+import numpy as np
 import pytest
 
 from hsx_dist.writers.daemon import DaemonPool
@@ -41,3 +44,22 @@ def test_one_thread_keeps_the_order_and_close_waits() -> None:
     go.set()
     pool.close()
     assert seen == list(range(50))
+
+
+def test_a_failed_call_keeps_no_buffers():
+    """An error in a cycle with its future would keep them until a garbage collection."""
+    pool, kept = DaemonPool(1, "test"), []
+
+    def fail() -> None:
+        buffer = np.zeros(8)
+        kept.append(weakref.ref(buffer))
+        raise OSError("no such page")
+
+    gc.disable()
+    try:
+        with pytest.raises(OSError, match="no such page"):
+            pool.submit(fail).result(20)
+        pool.close()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
