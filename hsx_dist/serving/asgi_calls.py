@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -18,6 +19,8 @@ log = get_logger(__name__)
 #: other requests wait for, and could hold it forever by reading a byte now and then.
 SEND_SECONDS = 60.0
 SEND_RATE = 256 << 10
+#: Bytes that are sent at once. A server queues what the client has not read.
+SLICE = 64 << 10
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -42,30 +45,47 @@ def replayed(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-def timely(send: Send) -> Send:
-    """Return a ``send`` that raises ``ClientDisconnect`` if the client reads too slowly.
+class TimelySend:
+    """A ``send`` for one answer. It disconnects a client that reads too slowly, and raises ``ClientDisconnect``."""
 
-    The server closes the connection of a request that returns before the end of its answer.
-    """
-    left = SEND_SECONDS
+    def __init__(self, send: Send, receive: Receive):
+        self._send, self._receive = send, receive
+        self._left = SEND_SECONDS
 
-    async def within(message: Message) -> None:
-        nonlocal left
+    async def __call__(self, message: Message) -> None:
         before = time.monotonic()
-        try:
-            async with asyncio.timeout(left):
-                await send(message)
-        except TimeoutError:
-            log.warning(
-                "client disconnected: it read less than %d bytes a second for %g s of an answer with hidden states",
-                SEND_RATE,
-                SEND_SECONDS,
-            )
-            raise ClientDisconnect from None
-        gained = len(message.get("body", b"")) / SEND_RATE
-        left = min(SEND_SECONDS, left + gained - (time.monotonic() - before))
+        with suppress(TimeoutError):  # its traceback refers to the task, so as a context it would make a cycle
+            async with asyncio.timeout(self._left):
+                await self._send(message)
+            gained = len(message.get("body", b"")) / SEND_RATE
+            self._left = min(SEND_SECONDS, self._left + gained - (time.monotonic() - before))
+            return
+        log.warning(
+            "client disconnected: it read less than %d bytes a second for %g s of an answer with hidden states",
+            SEND_RATE,
+            SEND_SECONDS,
+        )
+        _abort(self._receive)
+        raise ClientDisconnect
 
-    return within
+    async def body(self, data: bytes | bytearray | memoryview) -> None:
+        """Send ``data`` as a part of the body, in small copies.
+
+        uvloop queues the object that it gets. A slice without a copy would keep all of ``data`` after the answer's end.
+        """
+        for at in range(0, len(data), SLICE):
+            await self({"type": "http.response.body", "body": bytes(data[at : at + SLICE]), "more_body": True})
+
+
+def _abort(receive: Receive) -> None:
+    """Drop the connection and its queue, if ``receive`` is uvicorn's own.
+
+    ASGI has no message for it. When an answer ends early, uvicorn closes the connection only after the client has read
+    the queue. So a client that never reads would keep the descriptor.
+    """
+    abort = getattr(getattr(getattr(receive, "__self__", None), "transport", None), "abort", None)
+    if callable(abort):
+        abort()
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -80,6 +100,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
             each.cancel()
         # Wait for the cancelled work, so that it releases its memory before the request ends.
         await asyncio.gather(task, gone, return_exceptions=True)
+        del task  # its error refers to this frame: the cycle would keep the answer's buffers until a garbage collection
 
 
 async def _disconnect(receive: Receive) -> None:

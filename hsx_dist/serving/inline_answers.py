@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hsx_dist.errors import HsxError
-from hsx_dist.serving.asgi_calls import read_body, replayed, timely, while_connected
+from hsx_dist.serving.asgi_calls import TimelySend, read_body, replayed, while_connected
 from hsx_dist.serving.inline_request import INLINE, InlineRequest, read_inline_request
 from hsx_dist.serving.refusals import Refusal, bad_request, refusal_of
 from hsx_dist.serving.sample_source import SampleSource
@@ -61,7 +61,7 @@ class InlineStates:
                 return
             headers = MutableHeaders(raw=list(scope["headers"]))
             headers["content-length"] = str(len(asked.body))
-            answer = _Answer(asked, self._source, send)
+            answer = _Answer(asked, self._source, send, TimelySend(send, receive))
             await self._app({**scope, "headers": headers.raw}, replayed(asked.body, receive), answer.send)
             if answer.held is not None:
                 await while_connected(receive, answer.finish(scope, receive))
@@ -73,9 +73,10 @@ class _Answer:
     A JSON answer is held until the states are stored. A stream passes at once; its states precede its ``[DONE]``.
     """
 
-    def __init__(self, asked: InlineRequest, source: SampleSource, send: Send):
+    def __init__(self, asked: InlineRequest, source: SampleSource, send: Send, timely: TimelySend):
         self.held: bytearray | None = None
-        self._asked, self._source, self._send = asked, source, send
+        self._asked, self._source = asked, source
+        self._send, self._timely = send, timely  # vLLM's own messages have no limit of time
         self._start: Message = {}
         self._streams = False
         self._event = b""  # incomplete event of a stream
@@ -118,21 +119,22 @@ class _Answer:
                 for i, choice in choices.items():
                     choice["hidden_states"] = files[i]
                 await self._send_document(answer)
+            return
         except Refusal as e:
-            await e.response()(scope, receive, self._send)
+            response = e.response()
+        await response(scope, receive, self._timely)  # after ``e``, whose traceback keeps the samples
 
     async def _send_document(self, answer: dict[str, Any]) -> None:
         text, between = _with_states(answer)
         headers = MutableHeaders(raw=list(self._start["headers"]))
         headers["content-length"] = str(sum(map(len, text)) + sum(map(_encoded_size, between)))
-        await self._send({**self._start, "headers": headers.raw})
+        await self._timely({**self._start, "headers": headers.raw})
         await self._send_pieces(text, between)
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._timely({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_pieces(self, text: Sequence[bytes], between: Sequence[bytearray]) -> None:
-        send = timely(self._send)
         for piece in _interleaved(text, between):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await self._timely.body(piece)
 
     # -- a stream ------------------------------------------------------------------------------------------------------
 
@@ -144,6 +146,7 @@ class _Answer:
                 break
             event, self._event = self._event[: at + len(end)], self._event[at + len(end) :]
             if event.startswith(_DONE):
+                self._send = self._timely  # the rest, too: the queue may be full of states
                 await self._send_states()
             else:
                 self._read_event(event)
@@ -172,13 +175,17 @@ class _Answer:
         )
         try:
             for i in range(self._asked.prompts * self._asked.choices):
-                async with self._files([i], end) as files:
-                    choice = {"index": i, **part, "finish_reason": None, "hidden_states": files[i]}
-                    text, between = _with_states({**self._about, "choices": [choice]})
-                    await self._send_pieces([b"data: " + text[0], *text[1:-1], text[-1] + b"\n\n"], between)
+                await self._send_choice({"index": i, **part, "finish_reason": None}, end)
+            return
         except Refusal as e:
             event = f"data: {json.dumps(e.body)}\n\n".encode()
-            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        await self._timely.body(event)  # after ``e``, whose traceback keeps the sample
+
+    async def _send_choice(self, choice: dict[str, Any], end: float) -> None:
+        async with self._files([choice["index"]], end) as files:
+            choice["hidden_states"] = files[choice["index"]]
+            text, between = _with_states({**(self._about or {}), "choices": [choice]})
+            await self._send_pieces([b"data: " + text[0], *text[1:-1], text[-1] + b"\n\n"], between)
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
@@ -197,10 +204,18 @@ class _Answer:
             total, loading = total + file.size, max(loading, file.loading_bytes)
         if len(indices) > 1 or not self._source.memory.has_room(total + loading):
             file = None
+        found: dict[int, tuple[str, bytearray]] = {}
         async with self._source.memory.hold(total + loading):
-            found = {i: (self._asked.key_of(i), await self._load(i, file or await self._find(i, end))) for i in indices}
-            file = None
-            yield found
+            try:
+                for i in indices:
+                    file = file or await self._find(i, end)
+                    found[i] = (self._asked.key_of(i), bytearray(file.size))
+                    await self._load(i, file, found[i][1])
+                    file = None
+                yield found
+            finally:  # before the memory is released: an error's traceback keeps the files
+                for _, data in found.values():
+                    data.clear()
 
     async def _find(self, index: int, end: float) -> StatesFile:
         key = self._asked.key_of(index)
@@ -231,9 +246,9 @@ class _Answer:
                 INLINE,
             )
 
-    async def _load(self, index: int, file: StatesFile) -> bytearray:
-        """Return the whole file. It is read before the answer starts, since a read error changes the status."""
-        key, data, at = self._asked.key_of(index), bytearray(file.size), 0
+    async def _load(self, index: int, file: StatesFile, data: bytearray) -> None:
+        """Read the whole file into ``data``. It is read before the answer starts: a read error changes the status."""
+        key, at = self._asked.key_of(index), 0
         for i in range(len(file)):
             try:
                 piece = await self._source.piece(file, i, lambda: self._source.look(key, self._asked.wanted))
@@ -241,7 +256,7 @@ class _Answer:
                 raise refusal_of(e, key) from e
             data[at : at + len(piece)] = piece
             at += len(piece)
-        return data
+            del piece  # before the next is loaded
 
 
 def _check_refused(answered: Any) -> None:
@@ -268,9 +283,8 @@ def _with_states(document: dict[str, Any]) -> tuple[list[bytes], list[bytearray]
 def _interleaved(text: Sequence[bytes], between: Sequence[bytearray]) -> Iterator[bytes]:
     yield text[0]
     for content, after in zip(between, text[1:], strict=True):
-        view = memoryview(content)
-        for at in range(0, len(view), _ENCODED_AT_ONCE):
-            yield b64encode(view[at : at + _ENCODED_AT_ONCE])
+        for at in range(0, len(content), _ENCODED_AT_ONCE):
+            yield b64encode(content[at : at + _ENCODED_AT_ONCE])
         yield after
 
 

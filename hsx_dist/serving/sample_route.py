@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from hsx_dist.errors import HsxError
 from hsx_dist.format.names import MAX_KEY
-from hsx_dist.serving.asgi_calls import timely, while_connected
+from hsx_dist.serving.asgi_calls import TimelySend, while_connected
 from hsx_dist.serving.refusals import Refusal, bad_request, refusal_of
 from hsx_dist.serving.sample_source import SampleSource
 from hsx_dist.serving.states_file import Range, StatesFile
@@ -27,8 +27,6 @@ MAX_WAIT = 300.0
 _MAX_KEY = MAX_KEY + 24
 #: Limit of the values of one parameter: more than any model has layers.
 _MAX_LIST = 4096
-#: Bytes that are sent at once.
-_SLICE = 256 << 10
 #: Characters of an identity: two hashes and their names take about 100. Errors show it, at each look for the sample.
 _MAX_IDENTITY = 1024
 _KNOWN = ("identity", "layers", "points", "tokens", "wait")
@@ -51,17 +49,23 @@ class SampleRoute:
             await e.response()(scope, receive, send)
             return
 
+        async def held(timely: TimelySend) -> None:
+            async with self._source.held(key, wanted, wait=wait, identity=identity) as file:
+                await self._send_file(file, key, wanted, timely, head_only=request.method == "HEAD")
+
         async def answer() -> None:
+            timely = TimelySend(send, receive)
             try:
-                async with self._source.held(key, wanted, wait=wait, identity=identity) as file:
-                    await self._send_file(file, key, wanted, send, head_only=request.method == "HEAD")
+                await held(timely)
+                return
             except Refusal as e:
-                await e.response()(scope, receive, send)
+                response = e.response()
+            await response(scope, receive, timely)  # after ``e``, whose traceback keeps the sample
 
         with suppress(ClientDisconnect):
             await while_connected(receive, answer())
 
-    async def _send_file(self, file: StatesFile, key: str, wanted: Range, send: Send, *, head_only: bool) -> None:
+    async def _send_file(self, file: StatesFile, key: str, wanted: Range, send: TimelySend, *, head_only: bool) -> None:
         async def piece(i: int) -> bytes | memoryview:
             return await self._source.piece(file, i, lambda: self._source.look(key, wanted))
 
@@ -70,16 +74,16 @@ class SampleRoute:
         except HsxError as e:
             raise refusal_of(e, key) from e
         headers = [(b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % file.size)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        within = timely(send)
-        for i in range(0 if head_only else len(file)):
-            # An error here closes the connection, so the client knows that the file is incomplete.
-            data = memoryview(loaded.pop() if i == 1 else await piece(i))
-            # In slices: the server copies bytes that the client has not read yet.
-            for at in range(0, len(data), _SLICE):
-                await within({"type": "http.response.body", "body": data[at : at + _SLICE], "more_body": True})
-            del data  # before the next piece is loaded
-        await within({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            for i in range(0 if head_only else len(file)):
+                # An error here closes the connection, so the client knows that the file is incomplete.
+                # ``with`` frees the piece before the next is loaded, also for frames of an error's traceback.
+                with memoryview(loaded.pop() if i == 1 else await piece(i)) as data:
+                    await send.body(data)
+        finally:
+            loaded.clear()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _key(request: Request) -> str:

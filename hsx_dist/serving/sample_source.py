@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 from hsx_dist.connector.connector_config import ConnectorConfig
@@ -110,30 +110,36 @@ class SampleSource:
     ) -> StatesFile:
         """Return the sample of ``key`` once it is stored.
 
+        The server renews an expired object if its key is used again, so the request waits for that too.
+
         Raises:
-            Refusal: the sample is not stored after ``wait`` seconds, has failed or expired, or lacks a requested point,
-                layer or identity.
+            Refusal: the sample is not stored or has expired after ``wait`` seconds, has failed, or lacks a requested
+                point, layer or identity.
         """
         end, pause = time.monotonic() + wait, FIRST_PAUSE
         self._waiting += 1
         try:
             while True:
                 try:
-                    file = await self._call(lambda: self._look(key, wanted, identity))
-                except WORTH_WAITING as e:
+                    return await self._unexpired(key, wanted, identity)
+                except (*WORTH_WAITING, Refusal) as e:
                     left = end - time.monotonic()
                     if left <= 0:
+                        if isinstance(e, Refusal):
+                            raise
                         raise self._refusal(e, key, wait) from e
                 except HsxError as e:
                     raise refusal_of(e, key) from e
-                else:
-                    if expires_by(file.meta, time.time()):
-                        raise _expired(key, float(file.meta["expires"]))
-                    return file
                 await asyncio.sleep(min(pause, left))
                 pause = min(2 * pause, max(LONGEST_PAUSE, self._waiting / _LOOKS))
         finally:
             self._waiting -= 1
+
+    async def _unexpired(self, key: str, wanted: Range, identity: Mapping[str, str] | None) -> StatesFile:
+        file = await self._call(lambda: self._look(key, wanted, identity))
+        if expires_by(file.meta, time.time()):
+            raise _expired(key, float(file.meta["expires"]))
+        return file
 
     async def piece(self, file: StatesFile, i: int, again: Callable[[], StatesFile]) -> bytes | memoryview:
         """Return the ``i``-th piece of ``file``. Raises ``HsxError``.
@@ -176,13 +182,10 @@ class SampleSource:
         return file
 
     async def _call(self, call: Callable[[], T]) -> T:
-        try:
+        with suppress(TimeoutError):  # as in ``TimelySend``
             async with asyncio.timeout(_STORE_SECONDS):
                 return await asyncio.wrap_future(self._threads.submit(call))
-        except TimeoutError:
-            raise Unavailable(
-                f"expected the store to answer within {_STORE_SECONDS:.0f} s, got nothing. Check the store"
-            ) from None
+        raise Unavailable(f"expected the store to answer within {_STORE_SECONDS:.0f} s, got nothing. Check the store")
 
     def _refusal(self, error: HsxError, key: str, wait: float) -> Refusal:
         refusal = refusal_of(error, key)

@@ -141,3 +141,19 @@ def outer_server(
     app.state.vllm_config = SimpleNamespace(kv_transfer_config=transfer)
     server.app = app
     return server
+
+
+def call(
+    server: Any, method: str, path: str, body: dict[str, Any] | None, receive: Any, send: Any, *, more: bool = False
+) -> Any:
+    headers = [(name.lower().encode(), value.encode()) for name, value in WITH_KEY.items()]
+    headers.append((b"content-type", b"application/json"))
+    scope = {"type": "http", "http_version": "1.1", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": method,
+             "path": path, "raw_path": path.encode(), "query_string": b"wait=300" if method == "GET" else b"",
+             "root_path": "", "scheme": "http", "headers": headers, "client": None, "server": None}  # fmt: skip
+    first = [{"type": "http.request", "body": json.dumps(body).encode() if body else b"", "more_body": more}]
+
+    async def receive_first() -> Any:
+        return first.pop() if first else await receive()
+
+    return server.app(scope, receive_first, send)
