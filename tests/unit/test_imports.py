@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "tokenizers": set(),
     "store": {"errors", "config", "home", "logger", "regular_files", "text"},
     "format": {"errors", "lazy", "page", "config", "store", "logger", "text"},
-    "reading": {"config", "errors", "lazy", "layers", "memory", "page", "store", "format", "logger", "text"},
+    "reading": {"config", "errors", "home", "lazy", "layers", "memory", "page", "store", "format", "logger", "text"},
     "models": {"errors", "home", "regular_files", "store", "text"},
     "model_parts": {"errors", "home", "isa", "logger", "models", "page", "format", "reading", "regular_files", "text"},
     "exporting": {"errors", "model_parts", "page", "layers", "format", "reading", "store", "text"},
