@@ -30,6 +30,8 @@ MAX_LENGTH = 1 << 18
 _MAX_NUMBER = 100
 #: Characters that the aliases of one text may stand for.
 _MAX_ALIASED = 100_000
+#: A name and a value without a blank between them.
+_JOINED = re.compile(r"[\w.-]+[:=]\S")
 _ENV = re.compile(r"\$\{env:([^{}]*)\}")
 
 
@@ -112,7 +114,7 @@ class _StrictLoader(yaml.SafeLoader):
     """Loads YAML in which a repeated key is an error: the first value would be lost silently.
 
     So are aliases that stand for too much text: later code visits each of them, and nested ones multiply.
-    So are integers of more than 64 bits, and tags of which JSON has no value, such as ``!!set``. A value such as 12:30
+    So is ``{secret:VALUE}``, a name without a value: the name would be shown. So are integers of more than 64 bits, and tags of which JSON has no value, such as ``!!set``. A value such as 12:30
     is text, as in YAML 1.2, and no number to base 60. So is a date.
     """
 
@@ -149,8 +151,14 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
-        for key_node, _ in node.value:
+        for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)
+            lacks_value = isinstance(value_node, yaml.ScalarNode) and value_node.start_mark == value_node.end_mark
+            if lacks_value and isinstance(key, str) and key_node.style is None and _JOINED.match(key):
+                raise yaml.constructor.ConstructorError(
+                    problem="a name without a value ({name:value} needs a blank behind the colon)",
+                    problem_mark=key_node.start_mark,
+                )
             if isinstance(key, Hashable) and key in seen:
                 shown = hide_secrets(key) if isinstance(key, str) and _NAME.fullmatch(key) else "…"
                 raise yaml.constructor.ConstructorError(

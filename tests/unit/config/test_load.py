@@ -317,3 +317,23 @@ def test_an_error_in_the_file_does_not_show_its_text(tmp_path: Path, value: str)
 def test_a_file_in_place_of_a_group_names_a_member_to_set() -> None:
     with pytest.raises(ConfigError, match=r"^input: expected a group of settings, got 'rows.jsonl'\. .* input\.path$"):
         load_config(None, ("input=rows.jsonl", "model=m", "output=o"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("store.storage_options", "{secret:Hunter2}"),
+        ("store.storage_options", "{key: a, secret=Hunter2}"),
+        ("store.storage_options", "{client_kwargs: {headers: {Authorization:Hunter2}}}"),
+        ("replica.env", "{WANDB_API_KEY:Hunter2}"),
+    ],
+)
+def test_a_value_that_yaml_takes_for_a_name_is_refused_and_not_shown(tmp_path: Path, setting: str, text: str) -> None:
+    """Names are stored and shown, also those of settings whose values are not."""
+    path = tmp_path / "job.yaml"
+    outer, _, inner = setting.partition(".")
+    path.write_text(f"model: m\noutput: o\n{outer}: {{{inner}: {text}}}\n")
+    for given in ((path, ()), (None, ("model=m", "output=o", f"{setting}={text}"))):
+        with pytest.raises(ConfigError, match="needs a blank behind the colon") as told:
+            load_config(*given)
+        assert "Hunter2" not in str(told.value)
