@@ -114,8 +114,9 @@ class _StrictLoader(yaml.SafeLoader):
     """Loads YAML in which a repeated key is an error: the first value would be lost silently.
 
     So are aliases that stand for too much text: later code visits each of them, and nested ones multiply.
-    So is ``{secret:VALUE}``, a name without a value: the name would be shown. So are integers of more than 64 bits, and tags of which JSON has no value, such as ``!!set``. A value such as 12:30
-    is text, as in YAML 1.2, and no number to base 60. So is a date.
+    So is ``{secret:VALUE}``, a name without a value: the name would be shown. So are integers of more than 64 bits,
+    and tags of which JSON has no value, such as ``!!set``. A value such as 12:30 is text, as in YAML 1.2, and no number
+    to base 60. So is a date.
     """
 
     yaml_constructors = {  # noqa: RUF012 (PyYAML's own class attribute)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from hsx_dist.config.models import ExtractConfig
 from hsx_dist.errors import ConfigError
 from hsx_dist.home import with_home
+
+#: Endings that ``hsx_dist.inputs`` knows, with one group for each format and each compression. A test compares them.
+_ENDING = re.compile(
+    r"(?:\.(?:(jsonl|ndjson|json)|(txt|text)|(parquet|pq)|(arrow|feather|ipc)))?"
+    r"(?:\.(?:(gz)|(zstd?)|(bz2)|(xz|lzma)))?$",
+    re.IGNORECASE,
+)
 
 
 def resolve_paths(config: ExtractConfig, base: Path) -> ExtractConfig:
@@ -57,17 +65,24 @@ def absolute_path(path: str, base: Path) -> str:
 
 
 def _input_path(path: str, base: Path) -> str:
-    """Return the absolute path of an input. A link keeps its own name if its target's name has another ending.
+    """Return the absolute path of an input. A link keeps its own name if that names another form than its target's.
 
-    The ending chooses the format and the compression, and the Hugging Face hub's cache links ``train.parquet`` to a
-    file without one. Otherwise the name is the target's: default keys of stored rows have it.
+    The Hugging Face hub's cache links ``train.parquet`` to a file without an ending. In all other cases the name is the
+    target's: default keys of stored rows have it.
     """
     found = absolute_path(path, base)
     if not is_local(path):
         return found
     given = base / with_home(path)
-    ending = "".join(given.suffixes[-2:]).lower()
-    return found if found.lower().endswith(ending) else str(given.parent.resolve() / given.name)
+    form = _form(given.name)
+    return str(given.parent.resolve() / given.name) if any(form) and form != _form(found) else found
+
+
+def _form(name: str) -> list[bool]:
+    """Return which format and which compression a name's ending chooses."""
+    ending = _ENDING.search(name)
+    assert ending is not None
+    return [kind is not None for kind in ending.groups()]
 
 
 def _model(model: str, base: Path) -> str:

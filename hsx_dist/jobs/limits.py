@@ -89,10 +89,11 @@ def removable(manifest: Manifest, attempt: int) -> Callable[[Mapping[str, int]],
     """
     fixed = {name for name, receipt in manifest.parts.items() if receipt.attempt < attempt}
     whole = {name for name in fixed if all(map(manifest.samples.__contains__, manifest.parts[name].table.keys()))}
+    unfinished = fixed - whole
 
     def counted(sizes: Mapping[str, int]) -> int:
-        ended = (*manifest.failed, *manifest.refused)
-        kept = {part for key in ended for part in manifest.parts_of(key)} | (fixed - whole)
+        # A refused row has no segment: it is refused before it is computed. There may be a million of them.
+        kept = unfinished.union(*map(manifest.parts_of, manifest.failed))
         proven = manifest.parts
         return sum(
             size

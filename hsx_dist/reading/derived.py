@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from hsx_dist.errors import ConfigError
@@ -66,6 +67,11 @@ class DerivedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         self._state: Mapping[str, Any] | None = None
         self._resume: Mapping[str, Any] | None = None
         self._rewinds = dataset.rewinds
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker that is not forked: the position as it is now, because a ``Mark`` cannot be pickled."""
+        state = self._state and {**self._state, "dataset": partial(dict, self._state["dataset"]())}
+        return {**self.__dict__, "_state": state}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         begun = self._begin()

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError, SampleNotFound
@@ -50,7 +49,7 @@ def open_run(path: str, *, storage_options: Mapping[str, Any] | None = None) -> 
     store = open_store(str(path), storage_options)
     again = str(path)
     if "://" not in again:  # a process that opens it again may have another working folder
-        again = str(Path.cwd() / with_home(again))
+        again = str(with_home(again).absolute())
     return Run(store, partial(open_store, again, storage_options))
 
 

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from hsx_dist.config import CODEC_NAMES, load_config, refuse_in_job, resolve_paths
+from hsx_dist.config.paths import _form
 from hsx_dist.errors import ConfigError
+from hsx_dist.inputs.decompress import DECOMPRESSORS
+from hsx_dist.inputs.listing import _FORMATS
 
 
 def make(**direct: Any) -> Any:
@@ -86,6 +89,9 @@ def test_paths(tmp_path: Path) -> None:
         ("rows.jsonl.gz", "0c.gz", "rows.jsonl.gz"),
         ("latest.jsonl", "rows.v2.JSONL", "rows.v2.JSONL"),
         ("latest", "rows.parquet", "rows.parquet"),
+        ("llama-3.1.jsonl", "prompts.jsonl", "prompts.jsonl"),
+        ("rows.v2.jsonl.gz", "rows.json.gz", "rows.json.gz"),
+        ("rows.txt.zst", "rows.zst", "rows.txt.zst"),
     ],
 )
 def test_a_link_keeps_its_own_name_if_the_target_has_another_ending(
@@ -99,6 +105,17 @@ def test_a_link_keeps_its_own_name_if_the_target_has_another_ending(
     assert Path(resolved.input.path).name == name
     assert Path(resolved.input.path).samefile(tmp_path / target)
     assert resolve_paths(resolved, Path("/elsewhere")) == resolved
+
+
+def test_the_endings_of_links_are_those_of_inputs() -> None:
+    formats: dict[str, list[bool]] = {}
+    for ending, kind in _FORMATS.items():
+        assert formats.setdefault(kind, _form(f"a{ending}")) == _form(f"a{ending}")
+    for ending, make_decompressor in DECOMPRESSORS.items():
+        name = str(make_decompressor)
+        assert formats.setdefault(name, _form(f"a{ending}")) == _form(f"a{ending}")
+    assert all(map(any, formats.values()))
+    assert len({tuple(form) for form in formats.values()}) == len(formats)
 
 
 def test_names_and_urls_are_not_resolved_as_local_paths(tmp_path: Path) -> None:

@@ -464,3 +464,5 @@ def test_a_run_is_opened_again_in_another_working_folder(tmp_path: Path, monkeyp
     sent = pickle.dumps(open_run("run"))
     monkeypatch.chdir(tmp_path / "other")
     assert pickle.loads(sent)["k"].load(framework="numpy")["hidden_states"].shape[0] == 9
+    (tmp_path / "other").rmdir()
+    assert open_run(str(tmp_path / "run")).keys() == ["k"]  # without a working folder

@@ -385,6 +385,8 @@ def test_each_data_set_can_be_sent_to_a_worker_that_is_not_forked(
         MixedDataset([source(), source()]),
         HiddenStatesMapDataset(url, layers=[15], framework=framework),
     ):
+        pickle.loads(pickle.dumps(made))
+        next(iter(made))  # also after the first batch
         sent = pickle.loads(pickle.dumps(made))
         for ours, theirs in zip(islice(iter(made), 3), islice(iter(sent), 3), strict=True):
             assert np.array_equal(ours["input_ids"], theirs["input_ids"])
