@@ -143,7 +143,13 @@ class StatesFile:
     def is_of_same_sample(self, other: StatesFile) -> bool:
         """Whether ``other`` is the same range of the same sample, even if its object was stored again."""
         ours, theirs = self.meta.get(IDENTITY), other.meta.get(IDENTITY)
-        same = (self._start, self._stop, self._states) == (other._start, other._stop, other._states)
+        # With other steps, the same number is another piece.
+        same = (self._start, self._stop, self._step, self._states) == (
+            other._start,
+            other._stop,
+            other._step,
+            other._states,
+        )
         return ours is not None and ours == theirs and same
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ import json
 import threading
 import time
 import tracemalloc
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
@@ -276,6 +277,16 @@ def test_an_object_that_is_stored_anew_while_it_streams_is_read_on(tmp_path, rep
     replaced(lambda: store_sample(tmp_path, sample, identity=identity, expires=4e9 + 0.123456, tokens={"of": 70}))
     with client(outer_server(tmp_path)) as c:
         assert same(c.get("/v1/hidden_states/k").content, sample)
+
+
+def test_an_object_that_is_stored_anew_in_other_pieces_ends_the_answer(tmp_path, replaced):
+    """By a server with another block size. Rows of its second piece would be at the place of other rows."""
+    about = {"identity": {"request": "a", "tokens": "b"}, "expires": 4e9}
+    sample = random_sample("k", 40, chunk_tokens=24)  # pieces of 24 and 16 tokens, then of 16, 16 and 8
+    store_sample(tmp_path, sample, codec="split", **about)
+    replaced(lambda: store_sample(tmp_path, replace(sample, chunk_tokens=16), codec="split", **about))
+    with client(outer_server(tmp_path)) as c, pytest.raises(FormatError):  # the server closes the connection
+        c.get("/v1/hidden_states/k")
 
 
 @pytest.mark.parametrize("other", [False, True])
