@@ -143,14 +143,12 @@ class StatesFile:
     def is_of_same_sample(self, other: StatesFile) -> bool:
         """Whether ``other`` is the same range of the same sample, even if its object was stored again."""
         ours, theirs = self.meta.get(IDENTITY), other.meta.get(IDENTITY)
-        # With other steps, the same number is another piece.
-        same = (self._start, self._stop, self._step, self._states) == (
-            other._start,
-            other._stop,
-            other._step,
-            other._states,
-        )
-        return ours is not None and ours == theirs and same
+        return ours is not None and ours == theirs and self._cut == other._cut
+
+    @property
+    def _cut(self) -> tuple[Any, ...]:
+        """The range, and how it is divided: with another step, the same number is another piece."""
+        return self._start, self._stop, self._step, self._states
 
     def __len__(self) -> int:
         """Number of pieces."""
