@@ -92,7 +92,7 @@ def removable(manifest: Manifest, attempt: int) -> Callable[[Mapping[str, int]],
     unfinished = fixed - whole
 
     def counted(sizes: Mapping[str, int]) -> int:
-        # A refused row has no segment: it is refused before it is computed. There may be a million of them.
+        # Not of refused rows, which may be a million: they are refused before any of their states are shipped.
         kept = unfinished.union(*map(manifest.parts_of, manifest.failed))
         proven = manifest.parts
         return sum(

@@ -380,8 +380,8 @@ class Sample:
         if found is None:
             stored = ", ".join(self._by_point())
             raise ConfigError(
-                f"sample {head(self.key, 80)!a}: expected one of the points {head(stored, 1000)}, got {head(name, 80)!r}. "
-                "Request one of these"
+                f"sample {head(self.key, 80)!a}: expected one of the points {head(stored, 1000)}, got "
+                f"{head(name, 80)!r}. Request one of these"
             )
         return found
 
