@@ -83,8 +83,17 @@ def by_path(request: dict) -> dict:
     return {**{k: v for k, v in request.items() if k != "key"}, "path": NAME}
 
 
-@pytest.mark.parametrize("scene", SCENES)
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(
+    ("store", "other", "scene"),
+    [
+        # Each combination of request and scene with one store. make soak has the other.
+        pytest.param(store, other, scene, marks=[pytest.mark.soak] if (i + j + k) % 2 else [])
+        for i, store in enumerate(("folder", "memory"))
+        for j, other in enumerate(OTHERS)
+        for k, scene in enumerate(SCENES)
+    ],
+    indirect=["store"],
+)
 def test_another_sample_is_a_conflict_and_the_same_one_is_stored(store, tmp_path, other, scene):
     together, more, path = SCENES[scene]
     first, change = OTHERS[other]

@@ -286,6 +286,9 @@ def test_an_object_of_very_many_values_is_not_parsed(tmp_path: Path, unit: bytes
     store.put("run.json", [body])
     with little_memory(), pytest.raises(FormatError, match=f"at most {MAX_JSON_VALUES} JSON values"):
         read_json(store, "run.json")
+
+
+def test_an_object_of_very_many_values_is_not_made() -> None:
     with pytest.raises(FormatError, match=f"at most {MAX_JSON_VALUES} JSON values"):
         dump_json({"x": [0] * (MAX_JSON_VALUES + 1)})
 

@@ -57,7 +57,7 @@ def described(store: MemoryStore) -> str:
 
 @pytest.mark.traced
 def test_decoded_metadata_of_all_segments_is_never_in_memory_at_once() -> None:
-    value = json.loads(f"[{','.join(['[]'] * 15_000)}]")
+    value = json.loads(f"[{','.join(['[]'] * 5000)}]")
     store = part_of([value] * 40)
     header = struct.unpack_from("<Q", bytes(store.objects["p"]))[0]
     trace_memory()

@@ -351,7 +351,7 @@ def test_values_that_take_more_than_numbers_are_refused_before_they_are_made(tmp
 )
 def test_values_of_a_fixed_width_take_no_more_than_their_cost(kind: Any) -> None:
     """A driver holds the values, and what pickle remembers of them."""
-    n = 20_000
+    n = 5000
     column = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), _values(n, kind))
     sent = pickle.dumps(column.to_pylist())
     trace_memory()

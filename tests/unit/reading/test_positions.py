@@ -148,9 +148,10 @@ def test_a_state_of_any_moment_resumes_the_rest(folder: Path, kind: str) -> None
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
-        *itertools.product(("plain", "all", "tokens", "packed"), (0, 2)),
-        *(("plain", "persistent"), ("packed", "persistent")),
-        *(pytest.param(kind, "persistent", marks=pytest.mark.soak) for kind in ("all", "tokens")),
+        *itertools.product(("plain", "all", "tokens", "packed"), (0,)),
+        *(("plain", 2), ("tokens", 2), ("packed", "persistent")),
+        *(pytest.param(kind, 2, marks=pytest.mark.soak) for kind in ("all", "packed")),
+        *(pytest.param(kind, "persistent", marks=pytest.mark.soak) for kind in ("plain", "all", "tokens")),
     ],
 )
 def test_torchdatas_loader_resumes_the_rest(folder: Path, kind: str, workers: int | str) -> None:
@@ -168,8 +169,14 @@ def test_torchdatas_loader_resumes_the_rest(folder: Path, kind: str, workers: in
             assert case.epoch(epoch + 1) == orders[epoch + 1], at
 
 
-@pytest.mark.parametrize("workers", [None, 0, 2])
-@pytest.mark.parametrize("kind", ["plain", "first", "all", "tokens", "packed"])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        *itertools.product(("plain", "first", "all", "tokens", "packed"), (None, 0)),
+        *(("plain", 2), ("tokens", 2)),
+        *(pytest.param(kind, 2, marks=pytest.mark.soak) for kind in ("first", "all", "packed")),
+    ],
+)
 def test_set_epoch_of_a_later_epoch_begins_it(folder: Path, kind: str, workers: int | None) -> None:
     """A trainer saves after an epoch's last item, or stops within an epoch. Loaders load states after ``set_epoch``."""
     loader = {} if workers is None else {"num_workers": workers}

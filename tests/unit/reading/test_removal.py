@@ -378,7 +378,7 @@ def test_a_removal_leaves_no_object_that_may_be_of_the_run_behind(tmp_path: Path
     parts = [path for folder in ("data", "manifest") for path in (tmp_path / folder).rglob("*.*")]
     assert len(parts) > 1
     own.chmod(0o000)
-    rm = "from hsx_dist.cli import main\nmain(['rm', sys.argv[1], '--yes'])"
+    rm = "from hsx_dist.cli import main\nmain(['rm', sys.argv[1], '--yes', '--watch', '1'])"
     out, err = as_a_user(rm, str(tmp_path))
     assert "attempts/0001.json: expected an object that this user may read" in err, out
     assert all(path.exists() for path in (own, *parts))

@@ -22,7 +22,7 @@ print(HAS_TRITON, hasattr(type(current_platform).check_and_update_config, "hsx")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("v2", "ahead"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("v2", "ahead"), [pytest.param(False, True, marks=pytest.mark.soak), (True, False)])
 def test_a_process_has_triton_for_the_v2_runner_and_schedules_ahead_as_asked(tmp_path, v2, ahead):
     env = {**os.environ, **gpu_defaults(tmp_path, v2=v2, ahead=ahead)}
     done = subprocess.run([sys.executable, "-c", PROBE], env=env, capture_output=True, text=True, check=True)
