@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import secrets
 import time
@@ -260,9 +261,13 @@ def leftovers(root: Store, *, removed_only: bool = False) -> list[str]:
         found[""] = True
     place, number, mark = _look(root)
     url = root.url.rstrip("/")
-    if "" in found and place is None and mark is None and _FOLDER.fullmatch(f"{url.rpartition('/')[2]}/"):
-        # The description and the tombstone of this run are above its folder.
-        raise RunError(f"{url}: expected a run's place, got the folder of its objects. Name the folder above it")
+    if "" in found and place is None and mark is None:
+        # The description and the tombstone of a run are above its folder. A local path may be a link to the folder.
+        for path in (url, os.path.realpath(url) if os.path.isabs(url) else url):
+            if _FOLDER.fullmatch(f"{path.rpartition('/')[2]}/"):
+                raise RunError(
+                    f"{path}: expected a run's place, got the folder of its objects. Name the folder above it"
+                )
     if mark is not None and mark.get("version") == 1 and next(run_objects(root, ""), None) is not None:
         found.setdefault("", False)
     if place is not None:

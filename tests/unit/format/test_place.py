@@ -277,6 +277,24 @@ def test_a_runs_folder_is_no_place_with_leftovers(root: LocalStore) -> None:
             leftovers(inner, removed_only=removed_only)
 
 
+@pytest.mark.parametrize("form", ["link", "moved", "dots"])
+def test_a_runs_folder_is_recognised_by_each_of_its_paths(root: LocalStore, tmp_path: Path, form: str) -> None:
+    """``link``: a link to the folder. ``moved``: the folder is on another disk, and a link replaces it."""
+    folder = Path(root.url) / start_run(root, {}).folder
+    LocalStore(folder).put("data/part-0001-w-000001.safetensors", [b"x"])
+    path = folder
+    if form == "link":
+        path = tmp_path / "latest"
+        path.symlink_to(folder)
+    elif form == "moved":
+        folder.rename(tmp_path / "moved")
+        folder.symlink_to(tmp_path / "moved")
+    else:
+        path = folder / "data" / ".."
+    with pytest.raises(RunError, match=r"run-[0-9a-f]{16}: expected a run's place, .* Name the folder above it"):
+        leftovers(LocalStore(path))
+
+
 def test_a_version_1_run_in_a_folder_of_the_place_is_no_leftover(root: LocalStore) -> None:
     """Its folder may be named like a run's."""
     inner = PrefixStore(root, f"run-{7:016x}")
