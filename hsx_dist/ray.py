@@ -139,11 +139,13 @@ def _joined(name: str, items: list[dict[str, Any]]) -> np.ndarray[Any, Any]:
     arrays: list[np.ndarray[Any, Any]] = [item[name] for item in items]
     first = arrays[0]
     for i, a in enumerate(arrays):
-        if a.dtype.kind != first.dtype.kind:  # numpy would turn both into a third type: integers above 2**53 change
+        # numpy would turn two types into a third one: integers above 2**53 change. Ray stores one number of dimensions.
+        if (a.dtype.kind, a.ndim) != (first.dtype.kind, first.ndim):
             raise ConfigError(
-                f"{name}: expected arrays of one type in all samples, got {first.dtype} in sample "
-                f"{items[0].get('key', 0)!r} and {a.dtype} in sample {items[i].get('key', i)!r}. Read the samples of "
-                "each type with a selection of their keys, or leave the array out of rename"
+                f"{name}: expected arrays of one type and one number of dimensions in all samples, got {first.dtype} "
+                f"of shape {first.shape} in sample {items[0].get('key', 0)!r} and {a.dtype} of shape {a.shape} in "
+                f"sample {items[i].get('key', i)!r}. Read the samples of each kind with a selection of their keys, or "
+                "leave the array out of rename"
             )
     if len({a.shape for a in arrays}) == 1:
         return np.stack(arrays)
@@ -180,7 +182,8 @@ def read_hidden_states(
 
     Raises:
         ConfigError: an option is not allowed here; the first sample lacks a point or layer; a key is no valid
-            Unicode, unless ``rename`` removes keys. While reading: samples have arrays of one name in several types.
+            Unicode, unless ``rename`` removes keys. While reading: arrays of one name have several types or numbers of
+            dimensions.
         RunError, StoreError: see ``open_run``.
 
     Example:

@@ -79,7 +79,7 @@ def test_arrays_of_one_name_keep_their_type(tmp_path: Path, length: int) -> None
     url = str(tmp_path)
     whole_numbers = {"s0000": np.full(length, 2**53 + 1), "s0001": np.full(1, 7)}
     store_run(open_store(url), samples_of(3), attached=lambda s: {"score": whole_numbers.get(s.key, np.ones(1))})
-    with pytest.raises(ConfigError, match=r"score: .* got int64 in sample 's0000' and float64 in sample 's0002'"):
+    with pytest.raises(ConfigError, match=r"score: .* got int64 of .* 's0000' and float64 of .* 's0002'"):
         list(rows_of(url, 1, rename={"score": "score"}))
     run = open_run(url)
     [task] = HiddenStatesSource(run.select(keys=["s0000", "s0001"]), {"rename": {"score": "score"}}).get_read_tasks(1)
@@ -87,3 +87,12 @@ def test_arrays_of_one_name_keep_their_type(tmp_path: Path, length: int) -> None
     assert {row["key"]: np.asarray(row["score"]).tolist() for row in rows} == {
         key: right.tolist() for key, right in whole_numbers.items()
     }
+
+
+def test_arrays_of_one_name_keep_their_number_of_dimensions(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    pair = np.arange(2)
+    store_run(open_store(url), samples_of(2), attached=lambda s: {"box": pair if s.key == "s0001" else pair[None]})
+    expected = r"box: .* got int64 of shape \(1, 2\) in sample 's0000' and int64 of shape \(2,\) in sample 's0001'\. Read"
+    with pytest.raises(ConfigError, match=expected):
+        list(rows_of(url, 1, rename={"box": "box"}))
