@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hsx_dist.config.checks import texts_for_false
@@ -17,6 +18,7 @@ _CREDENTIALS = frozenset(
         "key",
         "secret",
         "token",
+        "username",
         "password",
         "aws_access_key_id",
         "aws_secret_access_key",
@@ -26,6 +28,11 @@ _CREDENTIALS = frozenset(
         "client_secret",
     }
 )
+_AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN")
+_AZURE = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_CLIENT_SECRET")
+#: Scheme → environment variables that are a credential's text.
+_VARIABLES = {"s3": _AWS, "s3a": _AWS, "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE}
+_CONTROL = re.compile(r"[\0-\x1f\x7f]")
 #: Options that name the file that a link reads, in place of the URL. ``bounding_answers`` does not see them.
 _NAMES = frozenset({"fo", "fs", "protocol", "target_options", "target_protocol"})
 #: Options with which a cache may give files of different folders one copy.
@@ -43,8 +50,8 @@ def checked_options(url: str, options: Mapping[str, Any] | None) -> dict[str, An
 
     Raises:
         ConfigError: a credential is no text, a flag is a text, or an option names a file in place of the URL, or the
-            copies of a cache. Or an endpoint has a user or a password, also in the environment. The message has no
-            value.
+            copies of a cache. Or a credential has a control character, or an endpoint a user or a password, also in the
+            environment. The message has no value.
     """
     result = dict(_mapping("storage_options", options))
     first, *others = ["file"] if is_local(url) else [link.partition("://")[0] for link in url.split("::")]
@@ -56,7 +63,7 @@ def checked_options(url: str, options: Mapping[str, Any] | None) -> dict[str, An
         _check(f"storage_options.{scheme}", found)
         if found:
             result[scheme] = found
-    _check_environment()
+    _check_environment((first, *others))
     return result
 
 
@@ -99,13 +106,25 @@ def _check(name: str, options: Mapping[str, Any]) -> None:
             if isinstance(value, (int, float, list, tuple)) and not isinstance(value, bool):
                 kind = "a list" if isinstance(value, (list, tuple)) else "a number"
                 raise ConfigError(f"{within}.{setting}: expected text, got {kind}. Put it in quotes")
+            _check_text(f"{within}.{setting}", value)
         if wrong := texts_for_false(within, mapping):
             raise ConfigError("\n".join(wrong))
         if mapping.get("endpoint_url"):
             check_endpoint(str(mapping["endpoint_url"]), f"{name}.endpoint_url")
 
 
-def _check_environment() -> None:
+def _check_text(name: str, value: object) -> None:
+    """Raise ConfigError for a credential with a control character. obstore panics if a header has one."""
+    if isinstance(value, str) and _CONTROL.search(value):
+        raise ConfigError(
+            f"{name}: expected a credential without control characters, got one, such as a line break at the end. "
+            "Remove it"
+        )
+
+
+def _check_environment(schemes: Sequence[str]) -> None:
+    for name in (name for scheme in schemes for name in _VARIABLES.get(scheme, ())):
+        _check_text(name, os.environ.get(name))
     # Names, not a prefix: AWS_ENDPOINT_DISCOVERY_ENABLED is no endpoint, and endpoints of other services are not used.
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL_STS"):
         if value := os.environ.get(name):

@@ -21,6 +21,7 @@ from hsx_dist.store.faults import Redactor
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.opening import Backend
+from hsx_dist.store.options import checked_options
 from hsx_dist.store.retry import RetryStore
 from tests.harness.http_server import s3_options
 
@@ -239,6 +240,35 @@ def test_a_credential_is_text(name: str, value: object) -> None:
         assert "1234" not in str(told.value)
     with pytest.raises(ConfigError, match=expected):
         find_input(InputConfig.model_construct(path="s3://b/x.jsonl", storage_options=options))
+
+
+@pytest.mark.parametrize("control", ["\n", "\r", "\t", "\0", "\x7f"])
+def test_a_credential_has_no_control_characters(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore's library panics if a request's header has one."""
+    value = f"hunter2{control}"
+    for name in ("key", "secret", "token", "username", "password", "client_kwargs.aws_session_token"):
+        outer, _, inner = name.rpartition(".")
+        options: dict[str, object] = {outer: {inner: value}} if outer else {inner: value}
+        expected = f"^storage_options.{name}: expected a credential without control characters"
+        for backend in BACKENDS:
+            with pytest.raises(ConfigError, match=expected) as refused:
+                open_store("s3://b/x", options, backend=backend)
+            assert "hunter2" not in str(refused.value)
+        with pytest.raises(ConfigError, match=expected):
+            find_input(InputConfig.model_construct(path="s3://b/x.jsonl", storage_options=options))
+    if control == "\0":
+        return  # no variable has one
+    for url, name in (
+        ("s3://b/x", "AWS_ACCESS_KEY_ID"),
+        ("simplecache::s3://b/x", "AWS_SESSION_TOKEN"),
+        ("az://b/x", "AZURE_STORAGE_SAS_TOKEN"),
+    ):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"^{name}: expected a credential without control characters") as refused:
+            checked_options(url, None)
+        assert "hunter2" not in str(refused.value)
+        checked_options("/data/x", None)
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(
