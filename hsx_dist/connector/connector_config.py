@@ -172,7 +172,7 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     for old, values in RENAMED.items():
         if old in table:
             new = values.get(str(table[old]), "inline, attach or spawn")
-            raise ConfigError(f"expected hsx.transport, got hsx.{old}: {table[old]!r}. Set hsx.transport to {new}")
+            raise ConfigError(f"expected hsx.transport, got hsx.{old}. Set hsx.transport to {new}")
     table.setdefault("output", tempfile.gettempdir())  # where vLLM's own connector stores by default
     if isinstance(options := table.get("storage_options"), Mapping):
         table["storage_options"] = _without_secrets(options)
@@ -186,8 +186,9 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     check_no_credentials(settings.output)  # answers to clients name it
     if (settings.transport == "attach" and settings.bare) or (settings.transport == "spawn" and not settings.bare):
         raise ConfigError(
-            f"hsx.address: expected the address of a process for transport 'attach', or none for 'spawn', got "
-            f"{settings.address!r} for {settings.transport!r}. Set hsx.address for attach, or omit it for spawn"
+            "hsx.address: expected the address of a process for transport 'attach', or none for 'spawn', got "
+            f"{'none' if settings.bare else 'one'} for {settings.transport!r}. Set hsx.address for attach, or omit it "
+            "for spawn"
         )
     if settings.bare and settings.layout == "part":
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +62,21 @@ def test_an_impossible_time_is_refused(name, value) -> None:
 def test_settings_that_are_not_a_table_are_refused(table) -> None:
     with pytest.raises(ConfigError, match="expected"):
         read_connector_config({"shared_storage_path": "x", "hsx": table})
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"writers": "hunter2"}, "expected hsx.transport, got hsx.writers. Set hsx.transport to inline, attach or spawn"),
+        ({"via": "store"}, "expected hsx.transport, got hsx.via. Set hsx.transport to spawn"),
+        ({"address": "me:hunter2@h:1"}, "or none for 'spawn', got one for 'spawn'. Set hsx.address for attach"),
+        ({"transport": "attach"}, "or none for 'spawn', got none for 'attach'. Set hsx.address for attach"),
+    ],
+)
+def test_an_error_of_the_transport_shows_no_value(table, says) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)) as refused:
+        read_connector_config({"shared_storage_path": "x", "hsx": table})
+    assert "hunter2" not in str(refused.value)
 
 
 def spec(kind, block_size=16):
