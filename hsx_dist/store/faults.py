@@ -5,6 +5,7 @@ Recognises the exceptions by their names and fields, so that this module imports
 
 from __future__ import annotations
 
+import base64
 import errno
 import json
 import re
@@ -157,12 +158,10 @@ class Redactor:
         self._secrets: list[str] = []
         self.learn(values)
 
-    def learn(self, secrets: Collection[str]) -> None:
+    def learn(self, secrets: Collection[str | bytes]) -> None:
         """Also remove ``secrets``: credentials that were found after the store was opened."""
-        new = {v for v in tuple(secrets) if isinstance(v, str) and len(v) >= 4}
-        # Libraries quote the parts of a URL. A variable that is not UTF-8 has halves of surrogate pairs.
-        forms = (quote, quote_plus, partial(quote, safe=""))
-        values = {*self._secrets, *new, *(form(v, errors="surrogatepass") for form in forms for v in new)}
+        new = {v for v in tuple(secrets) if isinstance(v, (str, bytes)) and len(v) >= 4}
+        values = {*self._secrets, *(form for v in new for form in _forms(v))}
         if len(values) > len(self._secrets):
             # Longest first: one secret may be a part of another.
             self._secrets = sorted(values, key=len, reverse=True)
@@ -173,9 +172,26 @@ class Redactor:
         return text
 
 
+def _forms(secret: str | bytes) -> Iterator[str]:
+    """Yield the texts in which libraries, requests and answers show a secret."""
+    # A variable that is not UTF-8 has halves of surrogate pairs.
+    raw = secret if isinstance(secret, bytes) else secret.encode(errors="surrogatepass")
+    # In base64 a customer's key of S3 is sent, and a user with a password.
+    for text in (repr(secret)[2:-1] if isinstance(secret, bytes) else secret, base64.b64encode(raw).decode()):
+        yield text
+        # Libraries quote the parts of a URL.
+        yield from (form(text, errors="surrogatepass") for form in (quote, quote_plus, partial(quote, safe="")))
+        # S3's answer to a wrong signature has the bytes of the signed request, such as "6b 65 79".
+        yield text.encode(errors="surrogatepass").hex(" ")
+
+
 def shown_cause(error: BaseException, redact: Callable[[str], str]) -> BaseException | None:
     """Return the error as the cause that tracebacks show, or None if its text contains a credential."""
-    chain = (e for e in (error, error.__cause__, error.__context__) if e is not None)
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in chain:
+        chain.append(following)
+        following = following.__cause__ or following.__context__
     text = " ".join(f"{shown_error(e)} {text_of(e.args)}" for e in chain)
     return error if redact(text) == text else None
 
@@ -417,12 +433,16 @@ def _holds_a_secret(name: str) -> bool:
     return looks_secret(name) and name not in ("PWD", "OLDPWD") and not name.endswith("_FILE")
 
 
-def _secret_values(options: Mapping[str, Any], secret: bool = False) -> Iterator[str]:
-    for name, value in options.items():
-        hidden = secret or looks_secret(str(name))
-        if isinstance(value, Mapping):
-            yield from _secret_values(value, hidden)
-        elif hidden and isinstance(value, str) and value not in _WHERE_TO_LOOK:
-            yield value
-        elif isinstance(value, str):
-            yield from url_secrets(value)
+def _secret_values(value: Any, hidden: bool = False) -> Iterator[str | bytes]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _secret_values(item, hidden or looks_secret(str(name)))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _secret_values(item, hidden)
+        if hidden and all(isinstance(item, str) for item in value):
+            yield ":".join(value[:2])  # a user with a password, and in aiohttp's form an encoding
+    elif hidden and isinstance(value, (bytes, bytearray)):
+        yield bytes(value)
+    elif isinstance(value, str):
+        yield from [value] if hidden and value not in _WHERE_TO_LOOK else url_secrets(value)

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import base64
 import errno
 import json
+import traceback
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
-from hsx_dist.store.faults import NoBucket, Redactor, expired, translate
+from hsx_dist.store import open_store
+from hsx_dist.store.faults import NoBucket, Redactor, expired, shown_cause, translate
+from hsx_dist.store.opening import Backend
+from tests.harness.http_server import Answers, s3_options, served
 
 _NOTHING = Redactor({}, {})
 
@@ -139,6 +145,52 @@ def test_credentials_that_a_library_quoted_are_removed() -> None:
         )
     redact.learn(["an/other"])
     assert redact("an%2Fother") == "(not shown)"
+
+
+def test_credentials_are_removed_in_the_forms_that_are_sent() -> None:
+    key, binary = "customer's key?>", bytes(range(240, 256))
+    options = {
+        "s3_additional_kwargs": {"SSECustomerKey": key, "CopySourceSSECustomerKey": bytearray(binary)},
+        "client_kwargs": {"auth": ("me", "hunter2?", "latin1")},
+    }
+    redact = Redactor(options, {})
+    for secret in (key.encode(), binary, b"me:hunter2?"):
+        sent = base64.b64encode(secret).decode()
+        for form in (sent, quote(sent, safe=""), sent.encode().hex(" ")):
+            assert redact(f"<x>{form}</x>") == "<x>(not shown)</x>"
+    assert redact(f"{key} {binary!r} hunter2?") == "(not shown) b'(not shown)' (not shown)"
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+def test_an_error_that_quotes_the_signed_request_shows_no_customers_key(backend: Backend) -> None:
+    """S3 answers so to a wrong signature. The error's cause is in tracebacks and logs."""
+    key = "k" * 32
+    sent: list[str] = []
+
+    class Quoting(Answers):
+        def do_GET(self) -> None:
+            sent.append(self.headers["x-amz-server-side-encryption-customer-key"])
+            request = f"GET\nx-amz-server-side-encryption-customer-key:{sent[-1]}\n"
+            quoted = f"<CanonicalRequestBytes>{request.encode().hex(' ')}</CanonicalRequestBytes>"
+            self.answer(403, f"<Error><Code>SignatureDoesNotMatch</Code>{quoted}</Error>".encode())
+
+    kwargs = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": key}
+    with served(Quoting) as url:
+        options = {**s3_options(url), "s3_additional_kwargs": kwargs}
+        with pytest.raises(Denied) as refused:
+            open_store("s3://b/run", options, backend=backend, retry_seconds=0).get("a")
+    shown = "".join(traceback.format_exception(refused.value))
+    assert sent[0] == base64.b64encode(key.encode()).decode()
+    for form in (key, sent[0], sent[0].encode().hex(" ")):
+        assert form not in shown
+
+
+def test_a_cause_is_shown_if_none_of_its_causes_has_a_credential() -> None:
+    redact = Redactor({"secret": "hunter2secret"}, {})
+    harmless = _caused(OSError("a"), _caused(OSError("b"), _caused(OSError("c"), OSError("d"))))
+    assert shown_cause(harmless, redact) is harmless
+    quoting = _caused(OSError("a"), _caused(OSError("b"), _caused(OSError("c"), OSError("hunter2secret"))))
+    assert shown_cause(quoting, redact) is None
 
 
 def test_the_word_anonymous_is_not_hidden_as_a_secret() -> None:
