@@ -263,7 +263,7 @@ def leftovers(root: Store, *, removed_only: bool = False) -> list[str]:
     url = root.url.rstrip("/")
     if "" in found and place is None and mark is None:
         # The description and the tombstone of a run are above its folder. A local path may be a link to the folder.
-        for path in (url, os.path.realpath(url) if os.path.isabs(url) else url):
+        for path in (url, os.path.realpath(url) if url.startswith("/") else url):
             if _FOLDER.fullmatch(f"{path.rpartition('/')[2]}/"):
                 raise RunError(
                     f"{path}: expected a run's place, got the folder of its objects. Name the folder above it"

@@ -67,7 +67,7 @@ def test_settings_that_are_not_a_table_are_refused(table) -> None:
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ({"writers": "hunter2"}, "expected hsx.transport, got hsx.writers. Set hsx.transport to inline, attach or spawn"),
+        ({"writers": "hunter2"}, "expected hsx.transport, got hsx.writers. Set hsx.transport to inline, attach or"),
         ({"via": "store"}, "expected hsx.transport, got hsx.via. Set hsx.transport to spawn"),
         ({"address": "me:hunter2@h:1"}, "or none for 'spawn', got one for 'spawn'. Set hsx.address for attach"),
         ({"transport": "attach"}, "or none for 'spawn', got none for 'attach'. Set hsx.address for attach"),
