@@ -176,8 +176,9 @@ def _forms(secret: str | bytes) -> Iterator[str]:
     """Yield the texts in which libraries, requests and answers show a secret."""
     # A variable that is not UTF-8 has halves of surrogate pairs.
     raw = secret if isinstance(secret, bytes) else secret.encode(errors="surrogatepass")
+    as_text = secret.decode("ascii", "backslashreplace") if isinstance(secret, bytes) else secret  # as in ``repr``
     # In base64 a customer's key of S3 is sent, and a user with a password.
-    for text in (repr(secret)[2:-1] if isinstance(secret, bytes) else secret, base64.b64encode(raw).decode()):
+    for text in (as_text, base64.b64encode(raw).decode()):
         yield text
         # Libraries quote the parts of a URL.
         yield from (form(text, errors="surrogatepass") for form in (quote, quote_plus, partial(quote, safe="")))
