@@ -12,10 +12,10 @@ from hsx_dist.config.engine_arguments import trusts_remote_code
 from hsx_dist.errors import ConfigError, InputError, is_error
 from hsx_dist.inputs.loss_mask import mask_of_spans, spans_of_roles
 from hsx_dist.inputs.rendered import Text, require_rendered, require_texts
-from hsx_dist.inputs.row_values import shown
+from hsx_dist.inputs.row_values import shown, shown_problem
 from hsx_dist.inputs.rows import Row
 from hsx_dist.regular_files import check_folder
-from hsx_dist.text import bounded, first_line
+from hsx_dist.text import bounded
 
 #: Limit of the characters that are rendered to derive one row's loss mask. For the time that a message takes, each
 #: rendered message counts as ``_MESSAGE_COST`` more.
@@ -208,7 +208,9 @@ class RowEncoder:
         except BaseException as e:
             if not is_error(e):
                 raise
-            raise InputError(f"expected text that the tokenizer accepts, got {first_line(e)}. Correct the row") from e
+            raise InputError(
+                f"expected text that the tokenizer accepts, got {shown_problem(e)}. Correct the row"
+            ) from e
 
     def _tokenised(self, text: str, **options: Any) -> Any:
         # Without memory a tokenizer ends its process.
@@ -238,7 +240,7 @@ class RowEncoder:
             if not is_error(e):
                 raise
             raise InputError(
-                f"expected messages that the model's chat template accepts, got {first_line(e)}. Correct the row, or "
+                f"expected messages that the model's chat template accepts, got {shown_problem(e)}. Correct the row, or "
                 "chat_template_kwargs"
             ) from e
 

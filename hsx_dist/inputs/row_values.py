@@ -11,13 +11,16 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
+from hsx_dist.config.encoded import is_encoded
 from hsx_dist.errors import InputError
-from hsx_dist.text import head
+from hsx_dist.text import first_line, redacted, text_of
 
 #: Nested lists and objects of one field. json, pickle and jinja recurse, and fail at a few hundred levels.
 MAX_DEPTH = 64
 #: Values of one field: items of lists and members of objects, at every level.
 MAX_VALUES = 1 << 20
+#: Characters of a row's text that are shown.
+_MOST_SHOWN = 80
 #: Python refuses to print integers above 4300 digits, which are 14,284 bits.
 _MAX_INT_BITS = 4096
 #: msgpack, which carries a request to an engine in another process, has integers of 64 bits.
@@ -103,7 +106,7 @@ def _members(value: dict[Any, Any], name: str) -> dict[str, Any]:
             raise InputError(f"{name}: expected names of members to be strings, got {kind_of(key)}. Use strings")
         key = str(_checked(key, name))
         if key in found:
-            raise InputError(f"{name}: expected each member once, got {head(key, 80)!r} twice. Remove one of them")
+            raise InputError(f"{name}: expected each member once, got {shown(key)} twice. Remove one of them")
         found[key] = item
     return found
 
@@ -153,10 +156,21 @@ def kind_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a number or short text in quotation marks, or the kind of any other value, which may be very large."""
+    """Return a number or short text in quotation marks, or the kind of any other value, which may be very large.
+
+    Redaction of a long text takes milliseconds, and of an encoded one more. A small compressed file may have a million.
+    """
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
-    return repr(head(str(value), 40)) if isinstance(value, (int, float, str)) else kind_of(value)
+    if isinstance(value, str):
+        costly = len(value) > _MOST_SHOWN or is_encoded(value)
+        return f"a string of {len(value)} characters" if costly else repr(redacted(value))
+    return repr(str(value)) if isinstance(value, (int, float)) else kind_of(value)
+
+
+def shown_problem(error: BaseException) -> str:
+    """Return the type of an error, and its first line. A template's error may quote the row's text (see ``shown``)."""
+    return type(error).__name__ if is_encoded(text_of(error)) else first_line(error)
 
 
 def row_json(text: str) -> Any:

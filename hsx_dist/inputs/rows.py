@@ -21,7 +21,6 @@ from hsx_dist.inputs.row_cost import cost_of_json, memory_of, most_cost
 from hsx_dist.inputs.row_values import is_unicode, kind_of, row_json, shown
 from hsx_dist.inputs.tables import Unreadable
 from hsx_dist.logger import get_logger
-from hsx_dist.text import head
 
 log = get_logger(__name__)
 
@@ -272,7 +271,7 @@ class _RowCheck:
             key = self._key(number, record)
             if not self._first(key):
                 # Refused under the row's number: the key belongs to the first row that has it, also to a refused one.
-                reason = f"duplicate id {head(key, 80)!r}: an earlier row has it. Give each row a different id"
+                reason = f"expected another id in each row, got {shown(key)} again. Give the row a different id"
                 return self._refused(row, number, reason)
             fields = self._content(record)
         except InputError as e:

@@ -46,6 +46,18 @@ def test_messages_go_through_the_template(tokenizer: Any) -> None:
     assert RowEncoder(tokenizer, 10, {"add_generation_prompt": True}).encode(row).token_ids == [1, 3, 4, 2, 5, 2]
 
 
+def test_a_templates_error_with_encoded_text_of_the_row_is_not_shown(folder: Path) -> None:
+    """Redaction of it may take tens of milliseconds for each row."""
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = "{{ raise_exception(messages[0].content) }}"
+    for content, got in (
+        ("%2520 a" * 1000, r"accepts, got TemplateError\. "),
+        ("a b", "accepts, got TemplateError: a b"),
+    ):
+        with pytest.raises(InputError, match=got):
+            RowEncoder(tokenizer, 9999).encode(Row("k", 0, messages=[{"role": "user", "content": content}]))
+
+
 def test_ready_token_ids_are_taken_as_they_are(tokenizer: Any) -> None:
     assert RowEncoder(tokenizer, 10).encode(Row("k", 0, token_ids=[5, 0, 5])).token_ids == [5, 0, 5]
 

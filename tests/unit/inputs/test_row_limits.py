@@ -23,10 +23,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from hsx_dist import text
 from hsx_dist.config import InputConfig
-from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.errors import ConfigError, FormatError, InputError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.inputs import allowance, decompress, refused
+from hsx_dist.inputs import allowance, decompress, refused, row_values
 from hsx_dist.inputs.content import as_messages, as_tools
 from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.inputs.row_cost import cost_of_columns, cost_of_json, most_cost
@@ -599,3 +600,38 @@ def test_a_row_of_a_table_that_takes_too_much_counts_with_all_that_it_may_take(
             writer.write_table(table)
     with pytest.raises(FormatError, match="at most 1000 bytes for each stored byte"):
         list(read_rows(InputConfig(path=str(tmp_path / "in.arrow"), max_row_bytes=1 << 16)))
+
+
+_COSTLY = "key//'key':'key':=https://%252525253D %2540%27" * 40
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"token_ids": [_COSTLY]},
+        {"text": [_COSTLY]},
+        {"id": _COSTLY[:1000], "text": "x"},
+        {"text": "x", "loss_mask": [_COSTLY]},
+        {"messages": [{"role": _COSTLY, "content": {_COSTLY: 1}}]},
+        {
+            "messages": [
+                {"role": "user", "content": "x", "tool_calls": [{"function": {"name": _COSTLY, "arguments": 1}}]}
+            ]
+        },
+    ],
+)
+def test_the_reason_of_a_refused_row_takes_no_long_redaction(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's text may be long and encoded many times. 100 KB of compressed lines may have 500,000 such rows."""
+    took: list[str] = []
+    real = text.redacted
+    for module in (text, row_values):
+        monkeypatch.setattr(module, "redacted", lambda shown: took.append(shown) or real(shown))
+    *_, fate = rows_from([record] * (2 if "id" in record else 1), InputConfig())
+    assert isinstance(fate, RowFate)
+    assert took
+    assert all(len(shown) < 400 and "%25" not in shown for shown in took)
+
+
+def test_a_member_that_a_line_has_twice_takes_no_long_redaction() -> None:
+    with pytest.raises(InputError, match=f"got a string of {len(_COSTLY)} characters twice"):
+        row_values.row_json(f'{{"{_COSTLY}": 1, "{_COSTLY}": 2}}')

@@ -188,7 +188,7 @@ def test_a_data_set_that_the_datasets_library_saved_is_read() -> None:
     rows = read(Path(__file__).parents[2] / "golden" / "saved_dataset")
     assert [r.key for r in rows] == ["c", "a", "b", "test#00000000"]
     assert all(r.messages == MESSAGES for r in rows[:3])
-    assert "duplicate id 'a'" in rows[3].reason
+    assert "got 'a' again" in rows[3].reason
 
 
 def test_only_the_configured_columns_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
