@@ -240,8 +240,8 @@ class RowEncoder:
             if not is_error(e):
                 raise
             raise InputError(
-                f"expected messages that the model's chat template accepts, got {shown_problem(e)}. Correct the row, or "
-                "chat_template_kwargs"
+                f"expected messages that the model's chat template accepts, got {shown_problem(e)}. Correct the row, "
+                "or chat_template_kwargs"
             ) from e
 
     def _require_texts_if_rendered(

@@ -142,12 +142,17 @@ def _unknown(got: str) -> FormatError:
 
 
 def refuse_joined_zip(archive: ZipFile) -> None:
-    """Raise ConfigError if a zip file follows another one in a file, which may be behind a program.
+    """Raise ConfigError if a zip file, or the beginning of one, follows another one in a file.
 
     Other bytes before a zip file, such as the program of a self-extractor, are accepted. So are bytes of members that
     the directory does not name.
     """
     file: Any = archive.fp
+    file.seek(max(file.seek(0, io.SEEK_END) - _MOST_ZIP_END, 0))
+    data = file.read(_MOST_ZIP_END)
+    end = data.rfind(_ZIP_END)  # zipfile reads this one
+    if _ZIP_BEGIN in data[end + 22 + int.from_bytes(data[end + 20 : end + 22], "little") :]:
+        raise _several_zips()
     first = min((member.header_offset for member in archive.filelist), default=0)
     if first == 0:
         return
@@ -158,7 +163,11 @@ def refuse_joined_zip(archive: ZipFile) -> None:
     for end in (found.start() for found in re.finditer(_ZIP_END, data)):
         comment = int.from_bytes(data[end + 20 : end + 22], "little")
         if is_zip or end + 22 + comment == len(data):
-            raise ConfigError(
-                "input.path: expected one zip file, got several that were joined one after the other. zipfile reads "
-                "only the last one. Store them as different files, or extract them"
-            )
+            raise _several_zips()
+
+
+def _several_zips() -> ConfigError:
+    return ConfigError(
+        "input.path: expected one zip file, got several that were joined one after the other. zipfile reads only one "
+        "of them. Store them as different files, or extract them"
+    )

@@ -47,7 +47,7 @@ def test_messages_go_through_the_template(tokenizer: Any) -> None:
 
 
 def test_a_templates_error_with_encoded_text_of_the_row_is_not_shown(folder: Path) -> None:
-    """Redaction of it may take tens of milliseconds for each row."""
+    """Its redaction may take tens of milliseconds for each row."""
     tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = "{{ raise_exception(messages[0].content) }}"
     for content, got in (

@@ -182,6 +182,24 @@ def test_joined_zip_files_are_refused(tmp_path: Path) -> None:
         _read(f"zip://*.jsonl::{path}")
 
 
+def test_a_zip_file_and_the_beginning_of_another_one_are_refused(tmp_path: Path) -> None:
+    path, second = tmp_path / "in.zip", _zipped("b.jsonl")
+    for cut in (22, 23, len(second) - 4):  # zipfile reads the first one
+        path.write_bytes(_zipped("a.jsonl") + second[:-cut])
+        with pytest.raises(ConfigError, match=_JOINED):
+            _read(f"zip://*.jsonl::{path}")
+    path.write_bytes(_zipped("a.jsonl") + b"\n")
+    assert _read(f"zip://*.jsonl::{path}") == 1
+
+
+def test_a_comment_of_a_zip_file_may_look_like_one(tmp_path: Path) -> None:
+    path = tmp_path / "in.zip"
+    path.write_bytes(_zipped("a.jsonl"))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = b"PK\3\4"
+    assert _read(f"zip://*.jsonl::{path}") == 1
+
+
 @pytest.mark.parametrize("program", [b"MZ" + bytes(100_000), b"#!/bin/sh\nexit\n", b"MZ PK\5\6 PK\1\2"])
 def test_a_zip_file_behind_a_program_is_read(tmp_path: Path, program: bytes) -> None:
     path = tmp_path / "in.zip"
