@@ -75,6 +75,7 @@ class ObjectLocks:
         self._made = os.path.isdir(folder)  # noqa: PTH112 - ``Path.is_dir`` raises the errors of a mount
         self._held: dict[str, _Lock] = {}
         self._removed = 0  # number of ``_Lock.removed`` of all locks
+        self._some_lack = False  # another process holds some of the locks; False saves a look at each of them
         #: Holder → name, from the holder's ``ask`` to its release, also while its lock is not held.
         self._names: dict[str, str] = {}
         self._mutex = threading.Lock()  # ``release`` never holds it during file system calls: steps wait for ``hold``
@@ -109,7 +110,7 @@ class ObjectLocks:
         busy: list[tuple[str, str]] = []  # other processes hold these locks; they are tried again after all others
         retry = time.monotonic() + RETRY_S  # when the lacking locks are tried again, also if requests never pause
         while True:
-            wait = PAUSE_S if busy else max(0.0, retry - time.monotonic()) if self._lacking() else None
+            wait = PAUSE_S if busy else max(0.0, retry - time.monotonic()) if self._some_lack else None
             try:
                 asked = self._asked.get(timeout=wait)
             except queue.Empty:
@@ -119,20 +120,20 @@ class ObjectLocks:
                     break
                 if not self._settle(*asked):
                     busy.append(asked)
-            if not busy and time.monotonic() >= retry:
+            if self._some_lack and not busy and time.monotonic() >= retry:
                 self._take_lacking()
                 retry = time.monotonic() + RETRY_S
         for _ in (None, *busy):
             self._asked.task_done()
 
-    def _lacking(self) -> dict[str, _Lock]:
-        """Return the locks of unfinished requests that another process held."""
-        with self._mutex:
-            return {name: lock for name, lock in self._held.items() if not lock.held and not lock.going}
-
     def _take_lacking(self) -> None:
         """Retry locks that another process held. Without its lock, a request's reader would get an earlier object."""
-        for name, lock in self._lacking().items():
+        with self._mutex:
+            lacking = {name: lock for name, lock in self._held.items() if not lock.held}
+            self._some_lack = bool(lacking)
+        for name, lock in lacking.items():
+            if lock.going:
+                continue
             try:
                 taken = self._open(name, last=False)
             except OSError:
@@ -187,7 +188,8 @@ class ObjectLocks:
                 taken = self._open(name, last=last)
                 if taken is None:
                     return False
-                self._held[name] = _Lock(*taken, holders={holder})
+                self._held[name] = lock = _Lock(*taken, holders={holder})
+                self._some_lack |= not lock.held
                 return True
             lock.holders.add(holder)
             # ``release`` looks for the file itself, and makes it again.
@@ -205,6 +207,7 @@ class ObjectLocks:
         lock.removed.append(lock.fd)
         self._removed += 1
         lock.fd, lock.held = taken
+        self._some_lack |= not lock.held
         return True
 
     def _has_name(self, name: str, lock: _Lock) -> bool:
@@ -307,6 +310,7 @@ class ObjectLocks:
         with self._mutex:
             if self._held.get(name) is lock:
                 fd, lock.fd, lock.held = lock.fd, fd, held
+                self._some_lack |= not held
             close_lock(fd)
 
     def release_all(self) -> None:

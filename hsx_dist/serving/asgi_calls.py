@@ -21,6 +21,8 @@ SEND_SECONDS = 60.0
 SEND_RATE = 256 << 10
 #: Bytes that are sent at once. A server queues what the client has not read.
 SLICE = 64 << 10
+#: Seconds between two looks at the connection of a waiting request.
+CLOSED_SECONDS = 1.0
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -77,22 +79,34 @@ class TimelySend:
             await self({"type": "http.response.body", "body": bytes(data[at : at + SLICE]), "more_body": True})
 
 
+def _cycle(receive: Receive) -> Any:
+    """Return uvicorn's object for the request if ``receive`` is uvicorn's own, else None. It has a transport."""
+    cycle = getattr(receive, "__self__", None)
+    return cycle if hasattr(cycle, "transport") else None
+
+
 def _abort(receive: Receive) -> None:
-    """Drop the connection and its queue, if ``receive`` is uvicorn's own.
+    """Drop the connection and its queue.
 
     ASGI has no message for it. When an answer ends early, uvicorn closes the connection only after the client has read
     the queue. So a client that never reads would keep the descriptor.
     """
-    abort = getattr(getattr(getattr(receive, "__self__", None), "transport", None), "abort", None)
-    if callable(abort):
-        abort()
+    if (cycle := _cycle(receive)) is not None:
+        cycle.transport.abort()
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run ``work``; cancel it when the client disconnects. The request's body must be read before."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    cycle = _cycle(receive)
+    seconds = None if cycle is None else CLOSED_SECONDS
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        while not (task.done() or gone.done()):
+            await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if cycle is not None and not task.done() and cycle.transport.is_closing():
+                # The client had sent another request: uvicorn with httptools marks the last request alone.
+                cycle.disconnected = True
+                break
         if task.done():
             task.result()
     finally:

@@ -87,11 +87,11 @@ async def until_none(alive: Any) -> None:
 
 
 @contextmanager
-def running(app: Any, loop: Any) -> Iterator[tuple[uvicorn.Server, tuple[str, int]]]:
+def running(app: Any, loop: Any, http: Any = "auto") -> Iterator[tuple[uvicorn.Server, tuple[str, int]]]:
     """uvicorn, with small queues of the system."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        server = uvicorn.Server(uvicorn.Config(app, loop=loop, log_config=None))
+        server = uvicorn.Server(uvicorn.Config(app, loop=loop, http=http, log_config=None))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
@@ -126,6 +126,27 @@ def test_a_client_that_does_not_read_loses_its_connection(
         with suppress(ConnectionResetError):  # what the system has queued, then the end
             while client.recv(1 << 20):
                 pass
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])  # vLLM uses httptools
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_requests_of_a_client_that_disconnects_end(tmp_path, monkeypatch, caplog, http, count):
+    """httptools marks only the last of several requests that were sent without waiting for their answers."""
+    monkeypatch.setattr(asgi_calls, "CLOSED_SECONDS", 0.05)
+    head = {"Host": "x", **WITH_KEY}
+    lines = ["GET /v1/hidden_states/absent?wait=300 HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())]
+    with running(outer_server(tmp_path).app, "uvloop", http) as (server, address):
+        tasks = server.server_state.tasks
+        with socket.create_connection(address) as client:
+            client.sendall("\r\n".join([*lines, "", ""]).encode() * count)
+            end = time.monotonic() + 30
+            while not tasks:
+                assert time.monotonic() < end
+                time.sleep(0.001)
+        while tasks:
+            assert time.monotonic() < end
+            time.sleep(0.01)
     assert "Traceback" not in caplog.text
 
 
