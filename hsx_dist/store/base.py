@@ -184,7 +184,8 @@ def explained_head(store: Store, name: str, head: Callable[[], T]) -> T:
         store.get(name, 1)
     except StoreError:
         store.get(name, 1)
-        return head()
+        with suppress(NotFound):
+            return head()
     raise Unavailable(
         f"head {store.url}/{name}: expected the store's answer to a HEAD, got 404 for an object that exists. Check the "
         "endpoint's address, the service, and the network to it"

@@ -185,7 +185,7 @@ class FsspecStore:
     def delete_version(self, name: str, version: str) -> bool:
         """See ``Conditional``. Some servers ignore the condition: test with a probe object first."""
         bucket, key, *_ = self._fs.split_path(self._path(name)) if self._s3 or self._gcs else ("", "")
-        try:
+        with suppress(AlreadyExists), unless_missing():
             if self._s3:
                 self._call("delete-version", name, lambda: self._fs.call_s3(
                     "delete_object", Bucket=bucket, Key=key, IfMatch=version, **self._limit()
@@ -196,15 +196,14 @@ class FsspecStore:
                 ))  # fmt: skip
             else:
                 raise not_conditional(self.url)
-        except (AlreadyExists, NotFound):
-            return False
-        return True
+            return True
+        return False
 
     def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
         """See ``Conditional``. Some servers ignore the condition: see ``replaces_conditionally``."""
         bucket, key, *_ = self._fs.split_path(self._path(name)) if self._s3 or self._gcs else ("", "")
         data = b"".join(map(as_bytes_view, buffers))
-        try:
+        with suppress(AlreadyExists), unless_missing():
             if self._s3:
                 answer = self._call("put-version", name, lambda: self._fs.call_s3(
                     "put_object", Bucket=bucket, Key=key, Body=data, IfMatch=version, **self._limit(len(data))
@@ -224,10 +223,9 @@ class FsspecStore:
                 ))  # fmt: skip
             else:
                 raise not_conditional(self.url)
-        except (AlreadyExists, NotFound):
-            return False
-        require_stored(self, name, answer, len(data))
-        return True
+            require_stored(self, name, answer, len(data))
+            return True
+        return False
 
     # -- calls of the file system --------------------------------------------------------------------------------
 
@@ -292,9 +290,11 @@ class FsspecStore:
 
     def _can_create(self) -> bool:
         pipe = getattr(self._fs, "_pipe_file", None) or self._fs.pipe_file
-        # fsspec's default checks for the object and then writes: two writers may both find none.
+        # fsspec's default checks for the object and then writes: two writers may both find none. Its file system for HTTP
+        # sends no condition.
         checks_first = getattr(pipe, "__func__", None) is fsspec.AbstractFileSystem.pipe_file
-        return not checks_first and "mode" in inspect.signature(pipe).parameters
+        no_condition = checks_first or self._scheme in ("http", "https")
+        return not no_condition and "mode" in inspect.signature(pipe).parameters
 
     def _list_s3(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
         bucket, root, _ = self._fs.split_path(self._root)

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -201,14 +202,13 @@ class ObstoreStore:
         views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
         size = sum(view.nbytes for view in views)
         mode = {"e_tag": version} if self._scheme in ("s3", "s3a") else {"version": version}
-        try:
+        with suppress(AlreadyExists), unless_missing():
             # Without obstore's retries, as in ``put_if_absent``.
             self._call("put-version", name, lambda obs, client: obs.put(
                 client, path, views, mode=mode, use_multipart=False, **self._described()
             ), nbytes=size, retries=0)  # fmt: skip
-        except (AlreadyExists, NotFound):
-            return False
-        return True
+            return True
+        return False
 
     # -- how -----------------------------------------------------------------------------------------------------
 

@@ -420,3 +420,58 @@ def test_a_size_is_a_number(value: object) -> None:
     with pytest.raises(StoreError, match="head x: expected the object's size"):
         stated_size(value, "head x")
     assert stated_size("3", "head x") == stated_size(3, "head x") == 3
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+def test_a_404_to_a_second_head_is_unavailable(backend: Backend) -> None:
+    """A GET between the two found the object."""
+
+    class Handler(Odd):
+        got = False
+
+        def do_HEAD(self) -> None:
+            self.answer(404 if Handler.got else 400)
+
+        def do_GET(self) -> None:
+            Handler.got = True
+            super().do_GET()
+
+    with served(Handler) as url:
+        store = open_store("s3://b/r", s3_options(url), backend=backend, retry_seconds=0)
+        for call in (lambda: store.head("a"), lambda: _version(store)):
+            Handler.got = False
+            with pytest.raises(Unavailable, match="got 404 for an object that exists"):
+                call()
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+def test_a_missing_bucket_is_no_other_version(backend: Backend) -> None:
+    class Handler(Answers):
+        def do_PUT(self) -> None:
+            self.received()
+            self.answer(404, b"<Error><Code>NoSuchBucket</Code></Error>")
+
+        do_DELETE = do_PUT
+
+    with served(Handler) as url:
+        store = open_store("s3://b/r", s3_options(url), backend=backend, retry_seconds=0)
+        assert isinstance(store, Conditional)
+        for call in (lambda: store.put_version("a", [b"x"], '"e"'), lambda: store.delete_version("a", '"e"')):
+            with pytest.raises(NotFound, match="there is no bucket"):
+                call()
+
+
+def test_a_web_server_creates_nothing_only_if_absent() -> None:
+    """fsspec sends it no condition, so a second object would replace the first one."""
+
+    class Handler(Answers):
+        puts = 0
+
+        def do_PUT(self) -> None:
+            Handler.puts += 1
+            self.received()
+            self.answer(200)
+
+    with served(Handler) as url, pytest.raises(StoreError, match="create-only writes"):
+        open_store(f"{url}/r", retry_seconds=0).put_if_absent("a", b"x")
+    assert not Handler.puts
