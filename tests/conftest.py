@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
+import botocore.session
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -32,6 +34,9 @@ PROGRAMS = {
     "prometheus": "apt-get install prometheus",
 }
 
+
+# Each botocore session parses several MB of descriptions of services, which takes 0.2 s. Sessions share them in tests.
+botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 
 _TRACED = pytest.StashKey[bool]()
 
