@@ -290,8 +290,8 @@ class FsspecStore:
 
     def _can_create(self) -> bool:
         pipe = getattr(self._fs, "_pipe_file", None) or self._fs.pipe_file
-        # fsspec's default checks for the object and then writes: two writers may both find none. Its file system for HTTP
-        # sends no condition.
+        # fsspec's default checks for the object and then writes: two writers may both find none. Its file system for
+        # HTTP sends no condition.
         checks_first = getattr(pipe, "__func__", None) is fsspec.AbstractFileSystem.pipe_file
         no_condition = checks_first or self._scheme in ("http", "https")
         return not no_condition and "mode" in inspect.signature(pipe).parameters
