@@ -78,6 +78,10 @@ def marks_in(text: str) -> list[tuple[str, int]]:
     return [(match[0], match.start()) for match in _FOUND.finditer(text)]
 
 
+def _named(i: int, message: dict[str, Any]) -> str:
+    return f"message {i} (role {shown(message['role'])}, content: {kind_of(message.get('content'))})"
+
+
 def require_rendered(
     messages: list[dict[str, Any]], tools: list[Any] | None, render: RenderWithTools
 ) -> list[Text] | None:
@@ -117,16 +121,15 @@ def require_rendered(
         )
     found = dict.fromkeys(mark for mark, _ in marks_in(text)).keys()  # in order, each at its first place
     for i, message in enumerate(messages):
-        what = f"message {i} (role {shown(message['role'])}, content: {kind_of(message.get('content'))})"
         if not message.get("tool_calls") and texts_of(message.get("content")) and not found >= set(marked.texts[i]):
             raise InputError(
-                f"expected a chat template that renders every message, got a template that leaves out text of {what}. "
-                "Remove the message, correct its role, or join the texts of its parts"
+                "expected a chat template that renders every message, got a template that leaves out text of "
+                f"{_named(i, message)}. Remove the message, correct its role, or join the texts of its parts"
             )
         if not found >= set(marked.calls[i]):
             raise InputError(
-                f"expected a chat template that renders tool calls, got a template that leaves out a call of {what}. "
-                "Use a chat template with tools, or write the call as text"
+                "expected a chat template that renders tool calls, got a template that leaves out a call of "
+                f"{_named(i, message)}. Use a chat template with tools, or write the call as text"
             )
     if not found >= set(marked.tool_names):
         raise InputError(

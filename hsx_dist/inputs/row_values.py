@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from datetime import date, time, timedelta
@@ -19,8 +20,9 @@ from hsx_dist.text import first_line, redacted, text_of
 MAX_DEPTH = 64
 #: Values of one field: items of lists and members of objects, at every level.
 MAX_VALUES = 1 << 20
-#: Characters of a row's text that are shown.
-_MOST_SHOWN = 80
+#: Text of a row that is shown. Redaction of other text takes up to milliseconds, and a small compressed file may have a
+#: million rows whose reasons quote text.
+_SHOWN = re.compile(r"(?!.*::)[\w .,+/:#<>|()\[\]-]{0,80}")
 #: Python refuses to print integers above 4300 digits, which are 14,284 bits.
 _MAX_INT_BITS = 4096
 #: msgpack, which carries a request to an engine in another process, has integers of 64 bits.
@@ -156,20 +158,16 @@ def kind_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a number or short text in quotation marks, or the kind of any other value, which may be very large.
-
-    Redaction of a long text takes milliseconds, and of an encoded one more. A small compressed file may have a million.
-    """
+    """Return a number or short plain text in quotation marks, or the kind of another value, which may be very large."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str):
-        costly = len(value) > _MOST_SHOWN or is_encoded(value)
-        return f"a string of {len(value)} characters" if costly else repr(redacted(value))
+        return repr(redacted(value)) if _SHOWN.fullmatch(value) else f"a string of {len(value)} characters"
     return repr(str(value)) if isinstance(value, (int, float)) else kind_of(value)
 
 
 def shown_problem(error: BaseException) -> str:
-    """Return the type of an error, and its first line. A template's error may quote the row's text (see ``shown``)."""
+    """Return the type of an error, and its first line. A template's error may quote the row's text, as ``shown``."""
     return type(error).__name__ if is_encoded(text_of(error)) else first_line(error)
 
 

@@ -58,6 +58,13 @@ def test_a_templates_error_with_encoded_text_of_the_row_is_not_shown(folder: Pat
             RowEncoder(tokenizer, 9999).encode(Row("k", 0, messages=[{"role": "user", "content": content}]))
 
 
+def test_messages_without_an_error_are_not_redacted(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row may have 65,536 messages with long roles."""
+    monkeypatch.setattr("hsx_dist.inputs.row_values.redacted", lambda _: pytest.fail("expected no redaction"))
+    row = Row("k", 0, messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}])
+    assert RowEncoder(tokenizer, 10).encode(row).token_ids == [1, 3, 2, 5]
+
+
 def test_ready_token_ids_are_taken_as_they_are(tokenizer: Any) -> None:
     assert RowEncoder(tokenizer, 10).encode(Row("k", 0, token_ids=[5, 0, 5])).token_ids == [5, 0, 5]
 
