@@ -1,6 +1,5 @@
 """Resume a submitted job that loses a replica, a writer, then its driver and its cluster. The same command on another
-cluster ends with exactly the model's samples, with hidden states and other points. Real Ray jobs, real vLLM, a real
-S3 server. test_nodes_of_a_run.py has the hidden states that vLLM itself extracts.
+cluster ends with exactly the model's samples. Real Ray jobs, real vLLM, a real S3 server.
 """
 
 from __future__ import annotations
@@ -30,16 +29,15 @@ from hsx_dist.store import open_store
 from tests.harness.hooked_model import HookedModel, worst_row
 from tests.harness.servers import RayHead, ray_head
 from tests.harness.unruly_model import unruly_llama, write_unruly_plugin
+from tests.integration.oracle import Oracle
 
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 POISON = 319  # a token that no good row has
+LAYERS = (0, 2, 4)
 ROWS = 100
-#: Points next to the hidden states: with heads, without, and of every layer.
-CAPTURE = {"points": {"hidden_states": [0, 2, -1], "q": [1], "k": [3], "mlp_out": "all"}}
-STORED = {"hidden_states": (0, 2, 4), "q": (1,), "k": (3,), "mlp_out": (0, 1, 2, 3)}
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +65,7 @@ def settings(good, model, tmp_path_factory, s3) -> dict[str, Any]:
     poison = json.dumps({"id": "poison", "token_ids": [5, POISON, 6]})
     return {
         "model": str(model),
-        "source": "taps",
-        "capture": CAPTURE,
+        "layers": list(LAYERS),
         "store": {"storage_options": {"client_kwargs": {"endpoint_url": s3.endpoint_url}}},
         "input": {"path": write(folder / "rows.jsonl", [*lines[:20], *bad, *lines[20:90], poison, *lines[90:]])},
         "engine_kwargs": {
@@ -206,8 +203,53 @@ def test_what_dies_and_is_resumed_elsewhere_has_every_row_once(settings, good, m
 
     run = open_run(url, storage_options=options)
     assert sorted(run.keys()) == sorted(good)
-    hooked = HookedModel(model)
+    oracle = Oracle(model)
     for key, ids in good.items():
+        sample = run[key].load(framework="torch")
+        assert sample["token_ids"].tolist() == ids
+        oracle.assert_equal(ids, sample["hidden_states"], LAYERS)
+
+
+#: Points next to the hidden states: with heads, without, and of every layer.
+CAPTURE = {"points": {"hidden_states": [0, -1], "q": [1], "k": [3], "mlp_out": "all"}}
+STORED = {"hidden_states": (0, 4), "q": (1,), "k": (3,), "mlp_out": (0, 1, 2, 3)}
+
+
+@pytest.mark.slow
+def test_points_of_a_killed_job_that_is_resumed_are_the_models(settings, good, model, s3, tmp_path):
+    rows = dict(list(good.items())[:40])
+    lines = [json.dumps({"id": key, "token_ids": ids}) for key, ids in rows.items()]
+    points = {**{k: v for k, v in settings.items() if k != "layers"}, "source": "taps", "capture": CAPTURE}
+    points["input"] = {"path": write(tmp_path / "rows.jsonl", lines)}
+    url, options = f"{s3.url}/points", s3.storage_options
+    store = open_store(url, options)
+    config = tmp_path / "job.yaml"
+    config.write_text(yaml.safe_dump({**points, "output": url, "min_replicas": 2, "max_replicas": 2}))
+
+    def proven() -> int:
+        return len(load_manifest(place.store).samples) if (place := find_place(store)) else 0
+
+    with cluster(s3, write_unruly_plugin(tmp_path / "plugin")) as head:
+        begun = submit(head, s3, config, wait=False)
+        assert begun.returncode == 0, begun.stdout + begun.stderr
+        until(lambda: proven() > 3)
+        kill_one(head, "python ray_jobs/extract.py")
+        until(lambda: not processes(head, "ray::ReplicaActor") and not processes(head, "ray::WriterActor"))
+        own = open_place(store).store
+        kept = {key: (s.attempt, s.segments) for key, s in load_manifest(own).samples.items()}
+        assert 3 < len(kept) < len(rows)
+        fewer = ("min_replicas=1", "max_replicas=1", "resume=must")
+        resumed = submit(head, s3, config, *fewer, wait=True)
+    assert resumed.returncode == 0, resumed.stdout[-4000:]
+    assert f"{len(rows)} stored" in resumed.stdout
+
+    after = load_manifest(own)
+    assert {key: (after.samples[key].attempt, after.samples[key].segments) for key in kept} == kept
+    assert verify_run(store).ok
+    run = open_run(url, storage_options=options)
+    assert run.keys() == list(rows)
+    hooked = HookedModel(model)
+    for key, ids in rows.items():
         sample = run[key]
         assert {name: p.layers for name, p in sample.points.items()} == STORED
         assert sample.token_ids().tolist() == ids
