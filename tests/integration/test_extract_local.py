@@ -63,7 +63,7 @@ def test_every_row_is_stored_or_refused_for_a_reason(run):
     reasons = {key: fate.reason for key, fate in run.refused.items()}
     assert len(reasons) == 3
     assert "256" in reasons["long"]
-    assert any("duplicate" in r for r in reasons.values())
+    assert any("again. Give the row a different id" in r for r in reasons.values())
     assert run.complete
 
 
