@@ -7,9 +7,9 @@ import os
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import botocore.session
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -36,7 +36,10 @@ PROGRAMS = {
 
 
 # Each botocore session parses several MB of descriptions of services, which takes 0.2 s. Sessions share them in tests.
-botocore.session.create_loader = functools.cache(botocore.session.create_loader)
+with suppress(ImportError):  # the trainers' environment has no botocore
+    import botocore.session
+
+    botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 
 _TRACED = pytest.StashKey[bool]()
 
