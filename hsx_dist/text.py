@@ -118,17 +118,16 @@ def first_line(error: BaseException) -> str:
 def bounded(text: object, limit: int = MAX_REASON) -> str:
     """Return a reason in the form that is stored and returned: redacted, printable, at most ``limit`` characters.
 
-    Redacts before it cuts, as ``head``.
+    Redacts before it cuts: half a credential is not recognized.
     """
-    return printable(head(text_of(text), limit + 1), limit)
+    return printable(redacted(text_of(text)), limit)
 
 
 def head(text: str, limit: int) -> str:
     """Return the first ``limit`` characters of the redacted text, for a message that quotes them.
 
-    Redacts before it cuts: half a credential is not recognized. Reads little more than it shows, because messages may
-    quote a text of megabytes very often. A credential that is cut there is among the last ``_BEYOND`` characters, which
-    are left out.
+    Redacts before it cuts, as ``bounded``. Reads little more than it shows, because messages may quote a text of
+    megabytes very often. A credential that is cut there is among the last ``_BEYOND`` characters, which are left out.
     """
     seen = text[: limit + 2 * _BEYOND]
     shown = _redacted_once(seen)

@@ -42,10 +42,7 @@ _BARE = re.compile(r"(\[[0-9A-Fa-f:.%]*\])?[^'\"<>()\[\]{},;`|\0-\x1f]*")
 #: ``USER:PASSWORD@HOST`` may be in one word with a link, behind a comma.
 _ADDRESS = re.compile(r"[^\s,'\"]+")
 #: The separator, the name and the ``=`` of a parameter. JSON and ``repr`` of some languages have codes of characters.
-#: Slashes are as in ``config.urls``.
-_PARAMETER = re.compile(
-    r"(?:([?&;#])|\\(?:u00|x)(26|3f|3b|23))(?:(?<=[#3])/)?([^=&;#?\s\\/]++)(?:=|\\++(?:u00|x)3d)", re.IGNORECASE
-)
+_PARAMETER = re.compile(r"(?:([?&;#])|\\(?:u00|x)(26|3f|3b|23))([^=&;#?\s\\]++)(?:=|\\++(?:u00|x)3d)", re.IGNORECASE)
 _PARAMETER_ENDS = re.compile(r"[&\s'\"<>]|\\u0026|(?<!\\)\\++['\"]|\Z")
 #: The quotes of JSON within JSON have backslashes.
 _QUOTE = r"(\\*(?:'''|\"\"\"|['\"]))"

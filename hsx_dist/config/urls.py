@@ -49,9 +49,7 @@ _PORT_AND_SLASH = re.compile(r"://[^/\s]*:[0-9]*/")
 _ENDPOINT = re.compile(
     r"https?://([^/?#\s]*@)?([^/?#@:\s]+|\[[0-9A-Fa-f:.%]+\])(:(?P<port>[0-9]{1,5}))?(/[^?#]*)?", re.IGNORECASE
 )
-#: A parameter's name has no slash: a glob such as ``date=2024-01-0?/key=5`` has no parameter. Only a fragment may begin
-#: with one.
-_PARAMETER = re.compile(r"([?&;#])(?:(?<=#)/)?([^=&;#?\s/]+)=")
+_PARAMETER = re.compile(r"([?&;#])([^=&;#?\s]+)=")
 #: User and password behind ``://``. One with a character that may end a URL may also be the text behind a URL.
 _USER = re.compile(r"[^/?#\\\s'\"<>()\[\]{},;`|]*@")
 #: A character that ends a URL in prose. Behind a comma redaction finds an address.
