@@ -74,8 +74,9 @@ class ObjectLocks:
         # Such a folder is not made again: its mount may be gone.
         self._made = os.path.isdir(folder)  # noqa: PTH112 - ``Path.is_dir`` raises the errors of a mount
         self._held: dict[str, _Lock] = {}
+        #: Names whose lock another process held at the last try.
+        self._lacking: set[str] = set()
         self._removed = 0  # number of ``_Lock.removed`` of all locks
-        self._some_lack = False  # another process holds some of the locks; False saves a look at each of them
         #: Holder → name, from the holder's ``ask`` to its release, also while its lock is not held.
         self._names: dict[str, str] = {}
         self._mutex = threading.Lock()  # ``release`` never holds it during file system calls: steps wait for ``hold``
@@ -110,7 +111,7 @@ class ObjectLocks:
         busy: list[tuple[str, str]] = []  # other processes hold these locks; they are tried again after all others
         retry = time.monotonic() + RETRY_S  # when the lacking locks are tried again, also if requests never pause
         while True:
-            wait = PAUSE_S if busy else max(0.0, retry - time.monotonic()) if self._some_lack else None
+            wait = PAUSE_S if busy else max(0.0, retry - time.monotonic()) if self._lacking else None
             try:
                 asked = self._asked.get(timeout=wait)
             except queue.Empty:
@@ -120,7 +121,7 @@ class ObjectLocks:
                     break
                 if not self._settle(*asked):
                     busy.append(asked)
-            if self._some_lack and not busy and time.monotonic() >= retry:
+            if not busy and time.monotonic() >= retry:
                 self._take_lacking()
                 retry = time.monotonic() + RETRY_S
         for _ in (None, *busy):
@@ -128,12 +129,14 @@ class ObjectLocks:
 
     def _take_lacking(self) -> None:
         """Retry locks that another process held. Without its lock, a request's reader would get an earlier object."""
-        with self._mutex:
-            lacking = {name: lock for name, lock in self._held.items() if not lock.held}
-            self._some_lack = bool(lacking)
-        for name, lock in lacking.items():
-            if lock.going:
-                continue
+        for name in list(self._lacking):
+            with self._mutex:
+                lock = self._held.get(name)
+                if lock is not None and lock.going:
+                    continue  # that thread may be replacing the file
+                if lock is None or lock.held:
+                    self._lacking.discard(name)
+                    continue
             try:
                 taken = self._open(name, last=False)
             except OSError:
@@ -188,8 +191,7 @@ class ObjectLocks:
                 taken = self._open(name, last=last)
                 if taken is None:
                     return False
-                self._held[name] = lock = _Lock(*taken, holders={holder})
-                self._some_lack |= not lock.held
+                self._held[name] = _Lock(*taken, holders={holder})
                 return True
             lock.holders.add(holder)
             # ``release`` looks for the file itself, and makes it again.
@@ -207,7 +209,6 @@ class ObjectLocks:
         lock.removed.append(lock.fd)
         self._removed += 1
         lock.fd, lock.held = taken
-        self._some_lack |= not lock.held
         return True
 
     def _has_name(self, name: str, lock: _Lock) -> bool:
@@ -310,7 +311,6 @@ class ObjectLocks:
         with self._mutex:
             if self._held.get(name) is lock:
                 fd, lock.fd, lock.held = lock.fd, fd, held
-                self._some_lack |= not held
             close_lock(fd)
 
     def release_all(self) -> None:
@@ -357,7 +357,10 @@ class ObjectLocks:
                     if alone:
                         return _replace(place, file), True
                     fcntl.flock(fd, fcntl.LOCK_UN)
-                return (os.dup(fd), False) if last else None
+                if not last:
+                    return None
+                self._lacking.add(name)
+                return os.dup(fd), False
             finally:
                 close(fd)
 

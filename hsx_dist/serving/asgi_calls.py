@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -22,7 +23,7 @@ SEND_RATE = 256 << 10
 #: Bytes that are sent at once. A server queues what the client has not read.
 SLICE = 64 << 10
 #: Seconds between two looks at the connection of a waiting request.
-CLOSED_SECONDS = 1.0
+LOOK_SECONDS = 1.0
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -79,34 +80,61 @@ class TimelySend:
             await self({"type": "http.response.body", "body": bytes(data[at : at + SLICE]), "more_body": True})
 
 
-def _cycle(receive: Receive) -> Any:
-    """Return uvicorn's object for the request if ``receive`` is uvicorn's own, else None. It has a transport."""
-    cycle = getattr(receive, "__self__", None)
-    return cycle if hasattr(cycle, "transport") else None
+def _transport(receive: Receive) -> Any:
+    """Return the connection, if ``receive`` is uvicorn's own; else None. ASGI has no message for its state or end."""
+    return getattr(getattr(receive, "__self__", None), "transport", None)
 
 
 def _abort(receive: Receive) -> None:
     """Drop the connection and its queue.
 
-    ASGI has no message for it. When an answer ends early, uvicorn closes the connection only after the client has read
-    the queue. So a client that never reads would keep the descriptor.
+    When an answer ends early, uvicorn closes the connection only after the client has read the queue. So a client that
+    never reads would keep the descriptor.
     """
-    if (cycle := _cycle(receive)) is not None:
-        cycle.transport.abort()
+    if (transport := _transport(receive)) is not None:
+        transport.abort()
+        # uvicorn sets it only for the connection's newest request. For others, it would write to the closed transport.
+        receive.__self__.disconnected = True  # type: ignore[attr-defined]
+
+
+def _is_closed(receive: Receive) -> bool:
+    """Whether the client has closed the connection, also if uvicorn has paused reading it."""
+    transport = _transport(receive)
+    if transport is None:
+        return False
+    if transport.is_closing():
+        return True
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket"), getattr(select, "POLLRDHUP", 0))  # macOS has no POLLRDHUP
+    return bool(poll.poll(0))
+
+
+def until_closed(receive: Receive) -> Receive:
+    """Return a ``receive`` that also returns a disconnect if the server does not report it.
+
+    uvicorn pauses reading when a second request arrives during the first one. Then it does not see the client's close.
+    With httptools, it reports a close to the connection's newest request only.
+    """
+
+    async def receive_or_close() -> Message:
+        message = asyncio.ensure_future(receive())
+        try:
+            while not (await asyncio.wait({message}, timeout=LOOK_SECONDS))[0]:
+                if _is_closed(receive):
+                    _abort(receive)  # else uvicorn would start the connection's next request
+                    return {"type": "http.disconnect"}
+            return message.result()
+        finally:
+            message.cancel()
+
+    return receive_or_close
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run ``work``; cancel it when the client disconnects. The request's body must be read before."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
-    cycle = _cycle(receive)
-    seconds = None if cycle is None else CLOSED_SECONDS
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(until_closed(receive)))
     try:
-        while not (task.done() or gone.done()):
-            await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if cycle is not None and not task.done() and cycle.transport.is_closing():
-                # The client had sent another request: uvicorn with httptools marks the last request alone.
-                cycle.disconnected = True
-                break
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
     finally:

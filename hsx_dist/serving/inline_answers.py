@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hsx_dist.errors import HsxError
-from hsx_dist.serving.asgi_calls import TimelySend, read_body, replayed, while_connected
+from hsx_dist.serving.asgi_calls import TimelySend, read_body, replayed, until_closed, while_connected
 from hsx_dist.serving.inline_request import INLINE, InlineRequest, read_inline_request
 from hsx_dist.serving.refusals import Refusal, bad_request, refusal_of
 from hsx_dist.serving.sample_source import SampleSource
@@ -62,7 +62,7 @@ class InlineStates:
             headers = MutableHeaders(raw=list(scope["headers"]))
             headers["content-length"] = str(len(asked.body))
             answer = _Answer(asked, self._source, send, TimelySend(send, receive))
-            await self._app({**scope, "headers": headers.raw}, replayed(asked.body, receive), answer.send)
+            await self._app({**scope, "headers": headers.raw}, replayed(asked.body, until_closed(receive)), answer.send)
             if answer.held is not None:
                 await while_connected(receive, answer.finish(scope, receive))
 

@@ -800,32 +800,3 @@ has_no_lock_after(locks.release_all)
 def test_a_released_lock_is_not_kept_by_a_forked_process(tmp_path):
     done = subprocess.run([sys.executable, "-c", _FORKED, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_new_lock_takes_no_look_at_all_others(tmp_path):
-    class Counted(dict):
-        looks = 0
-
-        def items(self):
-            Counted.looks += 1
-            return super().items()
-
-    locks = ObjectLocks(tmp_path)
-    locks._held = Counted()
-    for i in range(50):
-        locks.ask(f"{i}.safetensors", f"r{i}")
-        locks.wait()
-    assert len(locks._held) == 50
-    assert Counted.looks == 0
-    (tmp_path / "x.safetensors.lock").touch()
-    with (tmp_path / "x.safetensors.lock").open() as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        locks.ask("x.safetensors", "x")
-        locks.wait()
-        assert not locks._held["x.safetensors"].held
-    end = time.monotonic() + 10
-    while not locks._held["x.safetensors"].held:
-        assert time.monotonic() < end
-        time.sleep(0.005)
-    assert is_held(tmp_path / "x.safetensors.lock")
-    locks.release_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import random
 import threading
 from collections.abc import Iterator
@@ -39,6 +40,57 @@ def idle_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def conflict(request: str) -> Skip:
     return Skip(request, "a", NAME, 0, "used before for another sample", False, True, "1" * 32)
+
+
+def test_an_ask_does_not_look_at_all_held_locks(tmp_path):
+    """Otherwise the time for each request grows with the number of requests that wait for the store."""
+    looks = []
+
+    class Held(dict):
+        def items(self):
+            looks.append(len(self))
+            return super().items()
+
+        def __iter__(self):
+            looks.append(len(self))
+            return super().__iter__()
+
+    locks = ObjectLocks(tmp_path)
+    locks._held = Held()
+    for i in range(100):
+        locks.ask(f"{i}", f"{i}")
+        locks.wait()
+    assert len(locks._held) == 100
+    assert looks == []
+    locks.release_all()
+
+
+def test_a_lock_that_another_server_takes_during_a_release_is_taken_when_it_opens(tmp_path, monkeypatch):
+    path, locks = tmp_path / f"{NAME}.lock", ObjectLocks(tmp_path)
+    (tmp_path / NAME).touch()
+    locks.hold(NAME, "r1")
+    path.unlink()
+    with path.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        look, take = locks._is_there, locks._open
+
+        def join(name: str) -> bool:
+            locks.hold(name, "r2")
+            return look(name)
+
+        def tried_before_it_is_used(name: str, *, last: bool) -> tuple[int, bool] | None:
+            taken = take(name, last=last)
+            locks._take_lacking()
+            return taken
+
+        with monkeypatch.context() as patches:
+            patches.setattr(locks, "_is_there", join)
+            patches.setattr(locks, "_open", tried_before_it_is_used)
+            locks.release("r1", stored=False)
+        assert not locks._held[NAME].held
+    locks.ask("b", "b")
+    until(lambda: locks._held[NAME].held)
+    locks.release_all()
 
 
 @pytest.mark.parametrize("end", ["release", "pass_on"])

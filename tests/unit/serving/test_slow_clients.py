@@ -1,4 +1,4 @@
-"""Clients that read slowly or not at all: neither their connection nor the memory of their answer stays."""
+"""Clients that read slowly or not at all, or that have gone: no connection or memory of theirs stays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import uvicorn
 
 from hsx_dist.serving import asgi_calls, states_file
 from hsx_dist.serving.inline_answers import _Answer
-from hsx_dist.serving.sample_source import MemoryLimit
+from hsx_dist.serving.sample_source import MemoryLimit, SampleSource
 from hsx_dist.testing.samples import random_sample
 from tests.unit.serving.outer_vllm import WITH_KEY, OuterServer, call, outer_server, store_sample
 
@@ -38,10 +38,28 @@ async def never() -> Any:
     await asyncio.sleep(3600)
 
 
+def source_of(server: OuterServer) -> SampleSource:
+    source = next(route.app._source for route in server.app.router.routes if route.path == "/v1/completions")
+    assert isinstance(source, SampleSource)
+    return source
+
+
 def memory_of(server: OuterServer) -> MemoryLimit:
-    limit = next(route.app._source for route in server.app.router.routes if route.path == "/v1/completions").memory
-    assert isinstance(limit, MemoryLimit)
-    return limit
+    return source_of(server).memory
+
+
+def http_request(method: str, path: str, body: Any) -> bytes:
+    content = json.dumps(body).encode() if body else b""
+    head = {"Host": "x", "Content-Type": "application/json", "Content-Length": len(content), **WITH_KEY}
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
+    return "\r\n".join(lines).encode() + content
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -108,13 +126,10 @@ def test_a_client_that_does_not_read_loses_its_connection(
 ):
     monkeypatch.setattr(asgi_calls, "SEND_SECONDS", 0.5)
     outer = large(tmp_path)
-    content = json.dumps(body).encode() if body else b""
-    head = {"Host": "x", "Content-Type": "application/json", "Content-Length": len(content), **WITH_KEY}
-    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
     with running(outer.app, loop) as (server, address), socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(address)
-        client.sendall("\r\n".join(lines).encode() + content)
+        client.sendall(http_request(method, path, body))
         end = time.monotonic() + 30
         state = server.server_state
         while "client disconnected" not in caplog.text or state.connections or state.tasks:
@@ -129,25 +144,30 @@ def test_a_client_that_does_not_read_loses_its_connection(
     assert "Traceback" not in caplog.text
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])  # vLLM uses httptools
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_requests_of_a_client_that_disconnects_end(tmp_path, monkeypatch, caplog, http, count):
-    """httptools marks only the last of several requests that were sent without waiting for their answers."""
-    monkeypatch.setattr(asgi_calls, "CLOSED_SECONDS", 0.05)
-    head = {"Host": "x", **WITH_KEY}
-    lines = ["GET /v1/hidden_states/absent?wait=300 HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())]
-    with running(outer_server(tmp_path).app, "uvloop", http) as (server, address):
-        tasks = server.server_state.tasks
+@pytest.mark.parametrize(
+    ("http", "loop", "paused"),
+    [("httptools", "uvloop", False), ("httptools", "asyncio", True), ("h11", "uvloop", True)],
+)
+@pytest.mark.parametrize(("method", "path", "body"), [("GET", "/v1/hidden_states/k?wait=300", None), POST, STREAM])
+def test_a_request_ends_if_its_client_sends_another_and_closes_the_connection(
+    tmp_path, monkeypatch, caplog, http, loop, paused, method, path, body
+):
+    """``paused``: whether the second request arrives later. Then uvicorn stops reading, and does not see the close."""
+    monkeypatch.setattr(asgi_calls, "LOOK_SECONDS", 0.05)
+    outer = outer_server(tmp_path, stores=False)
+    first = http_request(method, path, body)
+    with running(outer.app, loop, http) as (server, address):
+        until(lambda: server.started)
+        state = server.server_state
         with socket.create_connection(address) as client:
-            client.sendall("\r\n".join([*lines, "", ""]).encode() * count)
-            end = time.monotonic() + 30
-            while not tasks:
-                assert time.monotonic() < end
-                time.sleep(0.001)
-        while tasks:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+            client.sendall(first if paused else 2 * first)
+            until(lambda: source_of(outer)._waiting)
+            if paused:  # sent until then, because the first request's ``receive`` may continue to read
+                until(lambda: all(each.flow.read_paused for each in state.connections) or client.sendall(first))
+        until(lambda: not (source_of(outer)._waiting or state.connections or state.tasks))
+    assert len(outer.seen) == (method == "POST")  # the second request does not start
     assert "Traceback" not in caplog.text
+    assert "ASGI callable" not in caplog.text
 
 
 @pytest.mark.usefixtures("one_limit")
