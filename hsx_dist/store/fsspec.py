@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,6 +52,9 @@ T = TypeVar("T")
 #: Size of a piece of an upload to S3.
 _PIECE = 16 * 1024 * 1024
 _MEMORY_LOCK = threading.Lock()
+#: Schemes with create-only writes. Other file systems take ``mode="create"`` too, but ignore it (HTTP), or look for
+#: the object and then write: two writers may both find none.
+_CREATING = frozenset({"memory", "s3", "s3a", "gs", "gcs"})
 #: S3's limit. A larger size in a request adds no time to the call's limit.
 _LARGEST_OBJECT = 5 << 40
 
@@ -111,7 +113,7 @@ class FsspecStore:
         data = data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data))
         # In one request: s3fs and gcsfs split larger ones, and gcsfs's multipart uploads are not create-only.
         whole = {"chunksize": len(data) + 1} if self._s3 or self._gcs else {}
-        if not self._can_create():
+        if self._scheme not in _CREATING:
             raise StoreError(
                 f"put {self.url}/{name}: expected a back end with create-only writes, got fsspec's "
                 f"{type(self._fs).__name__}. Use a folder, s3 or gs"
@@ -287,14 +289,6 @@ class FsspecStore:
         """Return the time-out argument of a call; empty if the file system takes none."""
         seconds = self._patience if patience is None else patience
         return {"timeout": seconds + nbytes / SLOWEST_BYTES_S} if getattr(self._fs, "async_impl", False) else {}
-
-    def _can_create(self) -> bool:
-        pipe = getattr(self._fs, "_pipe_file", None) or self._fs.pipe_file
-        # fsspec's default checks for the object and then writes: two writers may both find none. Its file system for
-        # HTTP sends no condition.
-        checks_first = getattr(pipe, "__func__", None) is fsspec.AbstractFileSystem.pipe_file
-        no_condition = checks_first or self._scheme in ("http", "https")
-        return not no_condition and "mode" in inspect.signature(pipe).parameters
 
     def _list_s3(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
         bucket, root, _ = self._fs.split_path(self._root)

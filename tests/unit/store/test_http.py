@@ -118,6 +118,16 @@ class WithoutSize(Whole):
             super().send_header(keyword, value)
 
 
+class Writable(Whole):
+    """A server that stores an object without a look at the request's condition."""
+
+    puts = 0
+
+    def do_PUT(self) -> None:
+        type(self).puts += 1
+        self.send_error(201)
+
+
 class Large(Whole):
     """A server that answers each request for a range with 256 MiB."""
 
@@ -436,6 +446,14 @@ def test_a_server_that_lists_folders_in_pages_is_refused(folder: Path) -> None:
         pytest.raises(StoreError, match=r"got a link to a further page \('\?page=2'\)"),
     ):
         list(store.list())
+
+
+def test_a_put_with_a_condition_is_refused(tmp_path: Path) -> None:
+    """fsspec sends none: two processes could replace each other's objects."""
+    with served(tmp_path, Writable) as store:
+        with pytest.raises(StoreError, match="expected a back end with create-only writes"):
+            store.put_if_absent("a", b"x")
+        assert Writable.puts == 0
 
 
 @pytest.mark.parametrize("lacks", ["000002.json", "000003.json"], ids=["a gap", "the end"])
