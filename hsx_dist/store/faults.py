@@ -233,7 +233,8 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     known = code in (_MISSING_CODES if status == 404 else _RANGE_CODES if status == 416 else _CONDITION_CODES)
     if (status in (404, 416) or conditional) and not known and (said.of_a_page or any(map(_of_a_page, chain))):
         return Unavailable(f"{where}: expected the store's answer, got another: {detail}. {_ENDPOINT_HINT}")
-    exists = isinstance(error, FileExistsError) or "AlreadyExistsError" in names
+    # obstore also raises AlreadyExistsError for a 304, which is no answer to a put.
+    exists = (isinstance(error, FileExistsError) or "AlreadyExistsError" in names) and status in (None, 409, 412)
     if "PreconditionFailed" in (code, *names) or status == 412 or exists:
         return AlreadyExists(f"{where}: expected no object of this name, got one")
     if code in _REGION_CODES or status in (301, 307):

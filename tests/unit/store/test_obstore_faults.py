@@ -43,6 +43,7 @@ def _error(kind: type[Exception], status: str, code: str = "", step: str = "", b
         (_error(GenericError, "404 Not Found", "NoSuchBucket"), NoBucket, "there is no bucket 'bkt'. Make"),
         (_error(FileNotFoundError, "404 Not Found"), NotFound, "there is no such object"),
         (_error(AlreadyExistsError, "412 Precondition Failed", "PreconditionFailed"), AlreadyExists, "got one"),
+        (_error(AlreadyExistsError, "304 Not Modified"), StoreError, "304 Not Modified"),
         (_error(AlreadyExistsError, "409 Conflict", "ConditionalRequestConflict"), Unavailable, "cannot answer now"),
         (_error(FileNotFoundError, "404 Not Found", "NoSuchUpload"), Unavailable, "cannot answer now"),
         (_error(PermissionDeniedError, "403 Forbidden", "SignatureDoesNotMatch"), Denied, "Check the credentials"),
