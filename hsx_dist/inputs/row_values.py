@@ -12,9 +12,8 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
-from hsx_dist.config.encoded import is_encoded
 from hsx_dist.errors import InputError
-from hsx_dist.text import first_line, redacted, text_of
+from hsx_dist.text import bounded, redacted, shown_error
 
 #: Nested lists and objects of one field. json, pickle and jinja recurse, and fail at a few hundred levels.
 MAX_DEPTH = 64
@@ -23,6 +22,8 @@ MAX_VALUES = 1 << 20
 #: Text of a row that is shown. Redaction of other text takes up to milliseconds, and a small compressed file may have a
 #: million rows whose reasons quote text.
 _SHOWN = re.compile(r"(?!.*::)[\w .,+/:#<>|()\[\]-]{0,80}")
+#: Characters of an error's first line that are shown. Redaction of a text from a row may take milliseconds.
+_MOST_OF_ERROR = 200
 #: Python refuses to print integers above 4300 digits, which are 14,284 bits.
 _MAX_INT_BITS = 4096
 #: msgpack, which carries a request to an engine in another process, has integers of 64 bits.
@@ -167,8 +168,9 @@ def shown(value: Any) -> str:
 
 
 def shown_problem(error: BaseException) -> str:
-    """Return the type of an error, and its first line. A template's error may quote the row's text, as ``shown``."""
-    return type(error).__name__ if is_encoded(text_of(error)) else first_line(error)
+    """Return the type of an error, with a short first line. A template's error may quote the row's text."""
+    line = (shown_error(error).splitlines() or [""])[0]
+    return bounded(line) if len(line) <= _MOST_OF_ERROR else type(error).__name__
 
 
 def row_json(text: str) -> Any:

@@ -102,10 +102,16 @@ class Conditional(Protocol):
         """Return a text that changes with every put of other bytes. Raises ``NotFound`` if there is no object."""
 
     def delete_version(self, name: str, version: str) -> bool:
-        """Delete the object if ``version`` is still its version, in one step. Returns whether this call deleted it."""
+        """Delete the object if ``version`` is still its version, in one step. Returns whether this call deleted it.
+
+        A missing bucket raises ``NotFound``.
+        """
 
     def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
-        """Replace the object if ``version`` is still its version, in one step. Returns whether this call stored it."""
+        """Replace the object if ``version`` is still its version, in one step. Returns whether this call stored it.
+
+        A missing bucket raises ``NotFound``.
+        """
 
 
 @runtime_checkable
@@ -173,7 +179,7 @@ def explained_head(store: Store, name: str, head: Callable[[], T]) -> T:
 
     Raises:
         NotFound: there is no object.
-        Unavailable: the HEAD got 404 for an object that exists, or the call may succeed later.
+        Unavailable: a HEAD got 404 for an object that exists, or the call may succeed later.
         StoreError: the GET's error, or that of a second HEAD.
     """
     try:

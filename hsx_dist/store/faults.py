@@ -176,7 +176,7 @@ def _forms(secret: str | bytes) -> Iterator[str]:
     """Yield the texts in which libraries, requests and answers show a secret."""
     # A variable that is not UTF-8 has halves of surrogate pairs.
     raw = secret if isinstance(secret, bytes) else secret.encode(errors="surrogatepass")
-    as_text = secret.decode("ascii", "backslashreplace") if isinstance(secret, bytes) else secret  # as in ``repr``
+    as_text = repr(secret).removeprefix("b'").removesuffix("'") if isinstance(secret, bytes) else secret
     # In base64 a customer's key of S3 is sent, and a user with a password.
     for text in (as_text, base64.b64encode(raw).decode()):
         yield text

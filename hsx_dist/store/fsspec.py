@@ -337,7 +337,7 @@ class FsspecStore:
                 if info.get("size") is not None:
                     yield ObjectInfo(name, stated_size(info["size"], where))
                     continue
-                with suppress(NotFound):  # deleted since
+                with unless_missing():  # deleted since
                     yield self.head(name)
 
     def _walk(self, prefix: str, start: str) -> Iterator[Mapping[str, Any]]:
@@ -370,12 +370,10 @@ class FsspecStore:
                 raise
             missing = e
         above = above or folder.rpartition("/")[0]
-        try:
+        beside: Sequence[Mapping[str, Any]] = ()
+        with unless_missing():
             beside = self._listed(prefix, above) if above else ()
-            still = any(str(info["name"]).rstrip("/") == folder for info in beside)
-        except NotFound:
-            still = False
-        if still:
+        if any(str(info["name"]).rstrip("/") == folder for info in beside):
             raise Unavailable(
                 f"list {self.url}/{prefix}: expected to read {folder}, which its parent lists, got: {missing}"
             )

@@ -30,6 +30,7 @@ from hsx_dist.store.base import (
     require_at_most,
 )
 from hsx_dist.store.faults import (
+    NoBucket,
     Redactor,
     after_renewal,
     expired,
@@ -311,6 +312,8 @@ class ObstoreStore:
         """Whether a listed name without bytes is a console's folder marker: obstore drops the slash at its end."""
         try:
             self.head(name)
+        except NoBucket:
+            raise
         except NotFound:
             return True
         return False

@@ -58,12 +58,15 @@ def checked_options(url: str, options: Mapping[str, Any] | None) -> dict[str, An
     # fsspec also takes the options of the first link from a mapping of its name.
     result = _configured(first, {**_mapping(f"storage_options.{first}", result.pop(first, None)), **result})
     _check("storage_options", result)
+    from_variables = [] if _has_credentials(result) else [first]
     for scheme in others:
         found = _configured(scheme, _mapping(f"storage_options.{scheme}", result.get(scheme)))
         _check(f"storage_options.{scheme}", found)
         if found:
             result[scheme] = found
-    _check_environment((first, *others))
+        if not _has_credentials(found):
+            from_variables.append(scheme)
+    _check_environment(from_variables)
     return result
 
 
@@ -113,12 +116,17 @@ def _check(name: str, options: Mapping[str, Any]) -> None:
             check_endpoint(str(mapping["endpoint_url"]), f"{name}.endpoint_url")
 
 
+def _has_credentials(options: Mapping[str, Any]) -> bool:
+    """Whether the options name credentials, or say where they are. Then the variables of credentials do not count."""
+    return bool((_CREDENTIALS | {"anon", "profile"}) & {*options, *(options.get("client_kwargs") or {})})
+
+
 def _check_text(name: str, value: object) -> None:
     """Raise ConfigError for a credential with a control character. obstore panics if a header has one."""
     if isinstance(value, str) and _CONTROL.search(value):
         raise ConfigError(
-            f"{name}: expected a credential without control characters, got one, such as a line break at the end. "
-            "Remove it"
+            f"{name}: expected a credential without control characters, got a control character, such as a line break "
+            "at the end. Remove it"
         )
 
 

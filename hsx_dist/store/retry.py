@@ -20,6 +20,7 @@ from hsx_dist.store.base import (
     as_bytes_view,
     not_conditional,
 )
+from hsx_dist.store.faults import NoBucket
 
 T = TypeVar("T")
 
@@ -162,6 +163,8 @@ class RetryStore:
                 [found] = self._inner.get_ranges(name, [(start, stop)])
                 if bytes(found) != whole[start:stop]:
                     return False
+        except NoBucket:
+            raise
         except (NotFound, ValueError):  # removed, or replaced by a shorter object
             return False
         return True

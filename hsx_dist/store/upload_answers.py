@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hsx_dist.errors import NotFound, StoreError, Unavailable
+from hsx_dist.errors import StoreError, Unavailable
 from hsx_dist.store.base import Store
+from hsx_dist.store.faults import unless_missing
 
 #: Scheme → what the answer to an upload states of the stored object.
 _STATED = {"s3": "ETag", "s3a": "ETag", "gs": "generation", "gcs": "generation"}
@@ -34,10 +35,9 @@ def require_stored(store: Store, name: str, answer: object, size: int) -> None:
             )
     else:
         expected = f"an object of {size} bytes"
-        try:
+        proven = False
+        with unless_missing():
             proven = store.head(name).size == size
-        except NotFound:
-            proven = False
     if not proven:
         raise Unavailable(
             f"put {store.url}/{name}: expected {expected}, got another answer: the object may not be stored. Check "

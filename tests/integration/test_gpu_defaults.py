@@ -10,12 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.harness.gpu_defaults import gpu_defaults
 
 
-@pytest.mark.soak  # make matrix runs the same
 def test_exact_numbers_with_the_v2_runner_and_asynchronous_scheduling(tmp_path):
     """One engine: chunked prefill, prefix hits, generated tokens, preemption."""
     tests = ["test_exact_numbers.py", "-k", "not constant and not direct"]

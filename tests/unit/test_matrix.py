@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from hsx_dist.connector.versions import TESTED
 from scripts import matrix
 
@@ -52,7 +50,6 @@ def functions_of(path: str) -> set[str]:
     return set(re.findall(r"^def (test_\w+)", (matrix.ROOT / path).read_text(), re.MULTILINE))
 
 
-@pytest.mark.soak  # it imports all tests of engines
 def test_all_tests_of_points_with_one_eager_model_run_where_taps_are_tested():
     """With decode, preemption, aborts and mixed askers. The connector's tests with similar names are not left out."""
     ahead, v2 = matrix.CONFIGURATIONS[1:3]

@@ -46,12 +46,13 @@ def test_messages_go_through_the_template(tokenizer: Any) -> None:
     assert RowEncoder(tokenizer, 10, {"add_generation_prompt": True}).encode(row).token_ids == [1, 3, 4, 2, 5, 2]
 
 
-def test_a_templates_error_with_encoded_text_of_the_row_is_not_shown(folder: Path) -> None:
+def test_a_templates_error_with_a_long_text_of_the_row_is_not_shown(folder: Path) -> None:
     """Its redaction may take tens of milliseconds for each row."""
     tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = "{{ raise_exception(messages[0].content) }}"
     for content, got in (
         ("%2520 a" * 1000, r"accepts, got TemplateError\. "),
+        ("系统消息必须是第一条，请检查", "accepts, got TemplateError: 系统消息必须是第一条，请检查"),
         ("a b", "accepts, got TemplateError: a b"),
     ):
         with pytest.raises(InputError, match=got):

@@ -268,6 +268,9 @@ def test_a_credential_has_no_control_characters(control: str, monkeypatch: pytes
             checked_options(url, None)
         assert "hunter2" not in str(refused.value)
         checked_options("/data/x", None)
+        scheme = url.partition("::")[2].partition("://")[0] or url.partition("://")[0]
+        for given in ({"anon": True}, {"key": "k", "secret": "s"}, {"client_kwargs": {"aws_access_key_id": "k"}}):
+            checked_options(url, {scheme: given} if "::" in url else given)
         monkeypatch.delenv(name)
 
 
