@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
@@ -21,15 +19,3 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
         return None
     config.option.loadscopereorder = False  # by number of tests, the files that take longest would be last
     return LoadFileScheduling(config, log)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_groups_of_an_earlier_engine() -> None:
-    """Destroy vLLM's groups of ranks if an engine of an earlier file left them in this process.
-
-    vLLM uses them again. Those of a dense model have no group of experts, which a model with experts needs.
-    """
-    state = sys.modules.get("vllm.distributed.parallel_state")
-    if state is not None and state.model_parallel_is_initialized():
-        state.destroy_model_parallel()
-        state.destroy_distributed_environment()

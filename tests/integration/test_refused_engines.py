@@ -16,6 +16,7 @@ def test_an_engine_that_captures_a_layer_that_the_model_does_not_have(
 ):
     """vLLM alone starts, and stores the states of layer 1 as those of layer 99, too."""
     from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with pytest.raises(ConfigError, match=r"layer ids from 0 to 4 .*, got \[1, 99\]"):
@@ -36,3 +37,6 @@ def test_an_engine_that_captures_a_layer_that_the_model_does_not_have(
                 "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
             },
         )
+    # The refused engine leaves its groups of ranks in this process. The next engine here would use them, and a model
+    # with experts would find no group for these.
+    cleanup_dist_env_and_memory()
