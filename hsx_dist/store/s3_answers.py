@@ -11,6 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import aiobotocore
 from aiobotocore.config import AioConfig
 from aiobotocore.httpsession import AIOHTTPSession
 from botocore.exceptions import ClientError
@@ -21,11 +22,14 @@ from s3fs import S3FileSystem  # part of an extra
 from hsx_dist.errors import Unavailable
 from hsx_dist.store.partial_answers import AnsweredPart, part_of, require_part
 
+if "http_session_cls" not in inspect.signature(AioConfig).parameters:
+    what = "aiobotocore 2.13.3 or newer"
+    raise ImportError(f"expected {what}, got {aiobotocore.__version__}, which follows redirects", name=what)
+
 #: What stores an object or a piece of one. The answer states an ETag.
 _UPLOADS = frozenset({"complete_multipart_upload", "put_object", "upload_part"})
 #: An argument of ``get_object`` for ``CheckedS3``: the size of the object of which a part is asked for.
 STATED_SIZE = "StatedSize"
-_HAS_SESSIONS = "http_session_cls" in inspect.signature(AioConfig).parameters
 
 
 class UnredirectedSession(AIOHTTPSession):  # type: ignore[misc]
@@ -61,9 +65,7 @@ class CheckedS3(S3FileSystem):  # type: ignore[misc]
     requires_objects = False
 
     def _prepare_config_kwargs(self) -> dict[str, Any]:
-        given = super()._prepare_config_kwargs()
-        # The first 2.x versions of aiobotocore have no such setting, and follow redirects.
-        return {**({"http_session_cls": UnredirectedSession} if _HAS_SESSIONS else {}), **given}
+        return {"http_session_cls": UnredirectedSession, **super()._prepare_config_kwargs()}
 
     async def set_session(self, *args: Any, **kwargs: Any) -> Any:
         client = await super().set_session(*args, **kwargs)

@@ -215,7 +215,7 @@ CAPTURE = {"points": {"hidden_states": [0, -1], "q": [1], "k": [3], "mlp_out": "
 STORED = {"hidden_states": (0, 4), "q": (1,), "k": (3,), "mlp_out": (0, 1, 2, 3)}
 
 
-@pytest.mark.soak  # the job above is killed and resumed, and test_points_run.py and test_points_ranks.py have the points
+@pytest.mark.soak  # the job above is killed and resumed, and test_points_run.py has the points
 def test_points_of_a_killed_job_that_is_resumed_are_the_models(settings, good, model, s3, tmp_path):
     rows = dict(list(good.items())[:40])
     lines = [json.dumps({"id": key, "token_ids": ids}) for key, ids in rows.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -172,3 +173,16 @@ def test_headers_of_an_input_reach_no_other_server() -> None:
         with pytest.raises(ConfigError, match="got a redirect"):
             list(read_rows(InputConfig(path=f"{url}/a.jsonl", storage_options={"client_kwargs": HEADERS})))
         assert not other.asked
+
+
+def test_a_version_of_aiobotocore_that_follows_redirects_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OldConfig:
+        def __init__(self, connector_args: object = None) -> None: ...
+
+    monkeypatch.setattr("aiobotocore.config.AioConfig", OldConfig)
+    monkeypatch.delitem(sys.modules, "hsx_dist.store.s3_answers")
+    with pytest.raises(ConfigError, match=r"expected aiobotocore 2\.13\.3 or newer.*\[s3\]"):
+        open_store("s3://bucket/run", s3_options("http://127.0.0.1:1"), backend="fsspec")
+    options = s3_options("http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"aiobotocore 2\.13\.3 or newer is missing\)\. Install the extra s3"):
+        list(read_rows(InputConfig(path="s3://bucket/rows.jsonl", storage_options=options)))
