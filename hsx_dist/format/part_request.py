@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from operator import index
 from typing import Any
@@ -14,10 +14,17 @@ from hsx_dist.format.segment_info import SegmentInfo
 def span(tokens: Any) -> tuple[int, int]:
     """``tokens`` as two whole numbers, or ``ConfigError``."""
     try:
-        start, stop = map(index, tokens)
+        start, stop = map(index, _pair(tokens))
     except (TypeError, ValueError) as e:
         raise ConfigError(f"tokens: expected (start, stop), two whole numbers, got {tokens!r:.100}. Correct it") from e
     return start, stop
+
+
+def _pair(tokens: Any) -> Any:
+    """``tokens``, or ``TypeError`` for no pair. A ``range`` of two tokens has two items, and its stop is not the second."""
+    if isinstance(tokens, range | Set) or len(tokens) != 2:
+        raise TypeError
+    return tokens
 
 
 def token_range(tokens: Any, num_tokens: int) -> tuple[int, int]:
@@ -27,7 +34,7 @@ def token_range(tokens: Any, num_tokens: int) -> tuple[int, int]:
         ConfigError: it is no such range, or has a step other than 1.
     """
     try:
-        wanted = slice(None) if tokens is None else tokens if isinstance(tokens, slice) else slice(*tokens)
+        wanted = slice(None) if tokens is None else tokens if isinstance(tokens, slice) else slice(*_pair(tokens))
         start, stop, step = wanted.indices(num_tokens)
     except (TypeError, ValueError):
         raise ConfigError(

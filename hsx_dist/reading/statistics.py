@@ -124,7 +124,8 @@ class _Moments:
         """``rows``: ``[n, H]`` of any float dtype."""
         step = max(1, _VALUES // rows.shape[1])
         for start in range(0, len(rows), step):
-            x = rows[start : start + step].astype(np.float64)
+            with np.errstate(invalid="ignore"):  # a signalling NaN
+                x = rows[start : start + step].astype(np.float64)
             finite = np.isfinite(x).all(axis=1)
             if not finite.all():
                 self.non_finite += int((~finite).sum())

@@ -35,6 +35,8 @@ _PROVIDER = re.compile(
     r"The operation lacked valid authentication credentials for path External \w+ credential provider: "
     r"(?P<later>Unavailable: )?(?:[\w.]+: An error occurred \((?P<code>\w+)\) when calling)?"
 )
+#: The rest of a download belongs to an object that was deleted or replaced. A new download gets another one, or none.
+_OTHER_OBJECT = frozenset({"404", "412", "416"})
 _STATUS = re.compile(r"Server returned non-2xx status code: (?P<status>[1-5]\d\d)[^:]*: (?P<body>.*)", re.DOTALL)
 #: An error after the status 200, at the end of an upload in pieces.
 _RESPONSE = "Server returned error response: "
@@ -97,12 +99,14 @@ def obstore_error(error: BaseException, url: str) -> ObstoreError | None:
     missing = isinstance(error, FileNotFoundError) and error.errno is None and text.startswith(_BEGINNINGS[0][0])
     if not (missing or type(error).__module__.startswith("obstore")):
         return None
-    rest = _without_path(text, url.partition("://")[2].partition("/")[2])
+    rest, resumed = _without_path(text, url.partition("://")[2].partition("/")[2])
     request = _REQUEST.match(rest)
     if request is None:
         return _without_request(text, rest)
     step, cause = request["step"], request["cause"]
     status = _STATUS.match(cause)
+    if resumed and status and status["status"] in _OTHER_OBJECT:
+        return ObstoreError(unanswered=True)
     body = status["body"] if status else cause.removeprefix(_RESPONSE) if cause.startswith(_RESPONSE) else ""
     code = _CODE.match(body)
     redirect = cause.startswith(_REDIRECT)
@@ -131,11 +135,21 @@ def _without_request(text: str, rest: str) -> ObstoreError:
     )
 
 
-def _without_path(text: str, path: str) -> str:
-    """Return the text behind its beginning, or nothing for an unknown beginning."""
-    if generic := _GENERIC.match(text):
-        return text[generic.end() :].partition(RUST)[0]
-    rest = text
-    while found := next((b for b in _BEGINNINGS if rest.startswith(path.join(b))), None):
-        rest = rest.removeprefix(path.join(found))
-    return "" if rest == text else rest.partition(RUST)[0]
+def _without_path(text: str, path: str) -> tuple[str, bool]:
+    """Return the text behind its beginnings, or nothing for an unknown beginning.
+
+    Also whether the failed request should have resumed a download whose connection broke: then the text has the
+    beginning ``Generic S3 error:`` and another one behind it.
+    """
+    rest, generic = text, _GENERIC.match(text)
+    if generic:
+        rest = text[generic.end() :]
+    behind = rest
+    while True:
+        if again := _GENERIC.match(rest):
+            rest = rest[again.end() :]
+        elif found := next((b for b in _BEGINNINGS if rest.startswith(path.join(b))), None):
+            rest = rest.removeprefix(path.join(found))
+        else:
+            break
+    return "" if rest == text else rest.partition(RUST)[0], generic is not None and rest != behind

@@ -245,9 +245,11 @@ def _sample(states: StateNumbers, sample: TokenNorms, decode: DecodeEach | None)
     medians = np.median(sample.norms, axis=0)
     lines = []
     for k in at:
+        with np.errstate(invalid="ignore"):  # infinite norms
+            ratios = sample.norms[:, k] / max(medians[k], 1e-30)
         spans = "".join(
-            f'<span style="background:{_color(norm / max(medians[k], 1e-30))}" title="{norm:.4g}">{_token(text)}</span>'
-            for text, norm in zip(texts, sample.norms[:, k], strict=True)
+            f'<span style="background:{_color(ratio)}" title="{norm:.4g}">{_token(text)}</span>'
+            for text, ratio, norm in zip(texts, ratios, sample.norms[:, k], strict=True)
         )
         lines.append(f'<div class="layer">layer {states.layer_ids[k]}</div><div class="text">{spans}</div>')
     of = f", the first {len(ids)} of {sample.num_tokens:,}" if len(ids) < sample.num_tokens else f", {len(ids)} tokens"

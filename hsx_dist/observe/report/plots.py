@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,8 @@ class Canvas:
 
     def _draw(self, fill: Any, width: float, height: float, label: str) -> str:
         """Return SVG of a figure of ``width`` by ``height`` inches, drawn by ``fill(figure)``. ``label``: its name."""
-        with self._style():
+        with self._style(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # matplotlib's, of figures without finite or positive values
             figure = self._figure(figsize=(width, height), layout="constrained")
             fill(figure)
             out = io.StringIO()
