@@ -209,6 +209,15 @@ def check_capture(config: ExtractConfig) -> None:
         raise ValueError("\n".join(lines))
 
 
+def check_resources(resources: Mapping[str, float]) -> None:
+    """Refuse what Ray refuses when a replica starts: resources of its own, and amounts that it cannot count."""
+    for name, amount in resources.items():
+        if name in ("CPU", "GPU", "memory", "object_store_memory"):
+            raise ValueError(f"expected custom resources, got Ray's own {name}. Use replica.num_cpus or replica.num_gpus")
+        if amount < 0 or 0 < amount < 0.0001:
+            raise ValueError(f"expected amounts of 0, or of 0.0001 and more, got {amount:g}. Correct it")
+
+
 def check_sizes(config: ExtractConfig) -> None:
     """Refuse byte budgets that could deadlock, and replica counts that contradict one another."""
     page, segment, credit = config.page_bytes, config.segment_bytes, config.writers.credit_bytes

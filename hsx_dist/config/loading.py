@@ -153,6 +153,10 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key_node, value_node in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(
+                    problem="the key <<, which is not supported", problem_mark=key_node.start_mark
+                )
             key = self.construct_object(key_node, deep=True)
             lacks_value = isinstance(value_node, yaml.ScalarNode) and value_node.start_mark == value_node.end_mark
             if lacks_value and isinstance(key, str) and key_node.style is None and _JOINED.match(key):

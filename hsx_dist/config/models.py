@@ -15,6 +15,7 @@ from hsx_dist.config.checks import (
     check_deadline,
     check_engine_kwargs,
     check_input,
+    check_resources,
     check_sampling_params,
     check_select,
     check_sizes,
@@ -183,6 +184,8 @@ class ReplicaConfig(Settings):
     )
     resources: dict[str, float] = Field(default_factory=dict, description="Custom Ray resources of one replica.")
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of one replica. Never shown.")
+
+    _resources = _checked(check_resources, "resources")
 
 
 class StoreConfig(Settings):

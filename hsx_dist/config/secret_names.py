@@ -26,8 +26,8 @@ _ORDINARY = re.compile(
     r"(?:(?:don|foreign|group|hash|hoc|joc|kms|mon|primary|prompt|sort|ssekms|sub|tur|turn|whis)key|"
     r"(?:added|audio|bos|cls|eos|image|mask|max|min|multi|new|num|pad|sep|stop|sub|tik|unk|video)token)\d*"
 )
-#: Names that are secret only as a whole: vLLM has a ``pass_config``.
-_SECRET_NAMES = frozenset({"pass", "pw", "pat"})
+#: Words that are secret only at the end, as in ``DB_PASS``: vLLM has a ``pass_config``.
+_SECRET_LAST = frozenset({"pass", "pw", "pat"})
 # "token" is also the model's word: token_ids, skip_special_tokens, max_tokens, token_type_ids are no secrets.
 _AFTER_TOKEN = frozenset({"id", "ids", "type", "count", "limit"})
 _MODELS_TOKEN = re.compile(r"(?!access|auth|refresh|security|session).*token")
@@ -48,9 +48,9 @@ def looks_secret(name: str) -> bool:
     >>> looks_secret("aws_secret_access_key"), looks_secret("HF_TOKEN"), looks_secret("token_ids")
     (True, True, False)
     """
-    if name.lower().strip("-") in _SECRET_NAMES:  # an option of a command has dashes
-        return True
     words = [w for w in re.split(r"[^a-z0-9]+", _CAMEL.sub("_", name).lower()) if w]
+    if words and words[-1] in _SECRET_LAST:
+        return True
     for i, word in enumerate(words):
         following = words[i + 1] if i + 1 < len(words) else ""
         if _ORDINARY.fullmatch(word) or (word == "signature" and following == "version"):

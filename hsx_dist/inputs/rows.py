@@ -322,7 +322,7 @@ class _RowCheck:
         stem, _, digits = key.rpartition("#")
         if "#" in key and stem in self._places and len(digits) >= 8 and digits.isascii() and digits.isdecimal():
             # A refused row without an id has such a key. A sample with this key would hide that row's refusal.
-            raise InputError(f"{name}: expected a key that no refused row can have, got {key!r}. Use another id")
+            raise InputError(f"{name}: expected a key that no refused row can have, got {shown(key)}. Use another id")
         return key
 
     def _content(self, record: dict[str, Any]) -> dict[str, Any]:

@@ -25,13 +25,17 @@ class RowLedger:
     #: Seconds after which a small batch is stored, for ``hsx status``, which reads the store.
     OLDEST_S = 15.0
 
-    def __init__(self, store: Store, attempt: int, manifest: Manifest, *, batch: int = 1000):
+    #: Rows and characters of keys and reasons after which a batch is stored. Readers refuse receipts above 100 MB, and a
+    #: character takes up to 12 bytes there.
+    MOST_ROWS, MOST_CHARACTERS = 1000, 1 << 20
+
+    def __init__(self, store: Store, attempt: int, manifest: Manifest):
         self.store = store
         self._attempt = attempt
         self._manifest = manifest
         self._log = ReceiptLog(store, attempt, DRIVER)
         self._rows: list[RowFate] = []
-        self._batch = batch
+        self._characters = 0
         self._since = 0.0
         self._refused = RefusedRows(chain(manifest.refused.values(), manifest.failed.values()))
 
@@ -44,7 +48,9 @@ class RowLedger:
         known = fate.key in self._manifest.refused or fate.key in self._manifest.failed
         if fate.fate != "withdrawn" and not known:
             self._refused.add(fate)
-        if len(self._rows) >= self._batch or fate.fate == "poison":
+        self._characters += len(fate.key) + len(fate.reason)
+        full = len(self._rows) >= self.MOST_ROWS or self._characters >= self.MOST_CHARACTERS
+        if full or fate.fate == "poison":
             self.flush()
 
     def excess(self, usable: int) -> FormatError | None:
@@ -69,6 +75,7 @@ class RowLedger:
             return
         self._append(rows=tuple(self._rows))
         self._rows.clear()
+        self._characters = 0
 
     def declare_lost(self, parts: Sequence[str]) -> None:
         """Record that ``parts`` are missing although receipts name them. Their samples count as missing from now on,

@@ -141,7 +141,7 @@ def _check_run(
         if not tally.ok:
             damaged.add(name)
         elif not tally.consumed:
-            known.note(place.id, manifest.parts[name], tally)
+            known.note(place, manifest.parts[name], tally)
         if on_part is not None:
             on_part(name, tally.problems)
     report.samples = len(manifest.samples)
@@ -178,12 +178,13 @@ def _objects_of_no_run(place: Place) -> Iterator[str]:
 class _SoundParts:
     """File of parts that were found sound, one line of JSON for each.
 
-    Lines of earlier versions do not name the run: see ``is_of_run``.
+    Lines of earlier versions name neither the place nor the run (see ``is_of_run``). A copy of a run has the same
+    names, so a new line counts only at its place.
     """
 
     def __init__(self, path: Path | None):
         self._path = path
-        self._sound: dict[tuple[str | None, str, str], dict[str, int]] = {}
+        self._sound: dict[tuple[str | None, str | None, str, str], dict[str, int]] = {}
         if path is not None:
             try:
                 with open(path, "a+", opener=regular_file) as f:
@@ -198,13 +199,13 @@ class _SoundParts:
             for line in text.splitlines():
                 try:
                     d = json.loads(line)
-                    self._sound[d.get("run"), d["part"], d["crc32c"]] = {n: int(d[n]) for n in TALLIED}
+                    self._sound[d.get("place"), d.get("run"), d["part"], d["crc32c"]] = {n: int(d[n]) for n in TALLIED}
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
                     continue  # a killed process may have written an incomplete last line
 
     def take(self, place: Place, receipt: Receipt, report: VerifyReport) -> bool:
-        runs = (run for run in (place.id, None) if is_of_run(run, place))
-        found = (self._sound.get((run, receipt.part or "", receipt.crc32c)) for run in runs)
+        names = ((at, run) for at in (place.root.url, None) for run in (place.id, None) if is_of_run(run, place))
+        found = (self._sound.get((*name, receipt.part or "", receipt.crc32c)) for name in names)
         tally = next(filter(None, found), None)
         if tally is not None:
             report.add(
@@ -214,11 +215,12 @@ class _SoundParts:
             )
         return tally is not None
 
-    def note(self, run_id: str, receipt: Receipt, tally: VerifyReport) -> None:
+    def note(self, place: Place, receipt: Receipt, tally: VerifyReport) -> None:
         if self._path is not None:
-            counts = {n: getattr(tally, n) for n in TALLIED}
+            line = {"place": place.root.url, "run": place.id, "part": receipt.part, "crc32c": receipt.crc32c}
+            line |= {n: getattr(tally, n) for n in TALLIED}
             with writable(self._path, "file"), open(self._path, "a", opener=regular_file) as f:
-                f.write(json.dumps({"run": run_id, "part": receipt.part, "crc32c": receipt.crc32c, **counts}) + "\n")
+                f.write(json.dumps(line) + "\n")
 
 
 def _check(place: Place, receipt: Receipt) -> VerifyReport:

@@ -214,11 +214,8 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     if failed_for_now(error):
         return Unavailable(f"{where}: no credentials now: {detail}. Check their service, and try again later")
     # Before AlreadyExists: obstore raises AlreadyExistsError for every 409, also S3's ConditionalRequestConflict.
-    busy = (
-        code in _BUSY_CODES
-        or status in (408, 410, 429, 499)
-        or (status is not None and status >= 500 and status != 501)
-    )
+    busy = code in _BUSY_CODES or status in (408, 410, 429, 499)
+    busy = busy or (status is not None and status >= 500 and status != 501)
     # The answer to a HEAD has no body, thus no code.
     if busy or (status == 409 and code in ("", "409") and where.startswith(_READS)):
         return Unavailable(f"{where}: the service cannot answer now: {detail}. Check the service, and try again later")
@@ -231,7 +228,8 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     # Such a status proves nothing: proxies and services for credentials answer with it too, perhaps with a code in XML.
     conditional = status in (409, 412) and where.startswith(_CONDITIONAL)
     known = code in (_MISSING_CODES if status == 404 else _RANGE_CODES if status == 416 else _CONDITION_CODES)
-    if (status in (404, 416) or conditional) and not known and (said.of_a_page or any(map(_of_a_page, chain))):
+    of_a_page = (status in (404, 416) or conditional) and (said.of_a_page or any(map(_of_a_page, chain)))
+    if (of_a_page and not known) or (status == 412 and where.startswith(_READS)):  # a read has no condition
         return Unavailable(f"{where}: expected the store's answer, got another: {detail}. {_ENDPOINT_HINT}")
     # obstore also raises AlreadyExistsError for a 304, which is no answer to a put.
     exists = (isinstance(error, FileExistsError) or "AlreadyExistsError" in names) and status in (None, 409, 412)

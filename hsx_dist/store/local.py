@@ -88,7 +88,9 @@ class LocalStore:
                 # The put that made the object may have failed in its sync. A retry of that put and a caller that
                 # gets AlreadyExists both rely on the object.
                 _sync(fd)
-                raise AlreadyExists(f"{self.url}/{name}: expected no object of this name, got one") from None
+                # If an NFS server's answer is lost, the kernel sends the call again, which finds its own link.
+                if not _has_name(found, fd, last):
+                    raise AlreadyExists(f"{self.url}/{name}: expected no object of this name, got one") from None
             except OSError as e:
                 if e.errno not in _NO_LINKS:
                     raise
@@ -362,6 +364,12 @@ def _unfinished(folder: int, views: Sequence[memoryview]) -> Iterator[tuple[str,
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=folder)
+
+
+def _has_name(found: os.stat_result, folder: int, last: str) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(found, os.stat(last, dir_fd=folder, follow_symlinks=False))
+    return False
 
 
 def _link(folder: int, temporary: str, last: str) -> None:

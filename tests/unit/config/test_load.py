@@ -253,6 +253,7 @@ def test_a_date_is_text() -> None:
         ("[" * 3000, "expected YAML"),
         ("? {a: b}\n: c\n", "expected YAML"),
         (ALIASES, "line 5, column 55 expected YAML, got: aliases of more than 100,000 characters"),
+        ("a: &a {b: 1}\nc:\n  <<: *a\n", "line 3, column 3 expected YAML, got: the key <<, which is not supported"),
         ("a: &a [*a]\n", "an alias within its own value"),
         *((f"a: {value}\n", "expected YAML, got: could not determine a constructor for the tag …") for value in TAGGED),
     ],

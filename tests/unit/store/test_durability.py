@@ -157,6 +157,24 @@ def test_an_object_that_keeps_others_from_storing_is_there_after_a_power_cut(
     assert disk.synced(root / "data") == {"a"}
 
 
+def test_a_link_that_the_kernel_asks_an_nfs_server_for_twice_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first answer is lost, and the second one says that the link exists."""
+    link = os.link
+
+    def twice(*arguments: Any, **more: Any) -> None:
+        link(*arguments, **more)
+        link(*arguments, **more)
+
+    monkeypatch.setattr(os, "link", twice)
+    store = LocalStore(tmp_path / "run")
+    store.put_if_absent("a", b"1")
+    with pytest.raises(AlreadyExists):
+        store.put_if_absent("a", b"2")
+    assert store.get("a") == b"1"
+
+
 def test_a_folder_that_was_removed_and_made_again_is_synced_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
