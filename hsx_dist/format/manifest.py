@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Manifest:
-    """The samples and row fates that a run's receipts prove. The result is the same for receipts in any order, and for
+    """The samples and row fates that a run's receipts prove. They are the same for receipts in any order, and for
     receipts that are added twice.
 
     A sample exists when segments of one attempt cover its tokens, in each of its columns. Of several attempts that

@@ -131,7 +131,7 @@ class SampleSource:
                 except HsxError as e:
                     raise refusal_of(e, key) from e
                 await asyncio.sleep(min(pause, left))
-                pause = min(2 * pause, max(LONGEST_PAUSE, self._waiting / _LOOKS))
+                pause = 2 * pause if 2 * pause < LONGEST_PAUSE else max(LONGEST_PAUSE, self._waiting / _LOOKS)
         finally:
             self._waiting -= 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from hsx_dist.errors import FormatError, RunError
 from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.place import open_place
-from hsx_dist.format.runs import beat, take_attempt
+from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_complete
 from hsx_dist.page import token_hash
 from hsx_dist.reading import Run, Sample
 from hsx_dist.reading.garbage import remove_run
@@ -32,7 +33,7 @@ from hsx_dist.reading.statistics import compute_statistics, store_statistics
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
-from tests.harness.runs import RunWriter, store_run, write_v1_run
+from tests.harness.runs import RunWriter, store_run, whole, write_v1_run
 
 SAMPLES = [random_sample(f"s{i}", 9 + i, seed=i, odd=False) for i in range(6)]
 
@@ -218,6 +219,18 @@ def test_gc_removes_only_parts_without_a_receipt(store: Store, capsys: pytest.Ca
     assert "other/part.safetensors" in names(store)
     assert names(store).issuperset(others)
     assert hsx("verify", store.url) == 0
+
+
+def test_gc_keeps_a_part_that_only_a_single_receipt_names(tmp_path: Path) -> None:
+    """A late writer of version 1 stored it after the run was complete, so the compacted manifest lacks it."""
+    store = open_store(str(tmp_path / "run"))
+    write_v1_run(store, {"meaning": {"model": "m"}})
+    writer = RunWriter(store)
+    writer.put([whole(SAMPLES[0])])
+    write_complete(store, 1, load_manifest(store), {})
+    late = writer.put([whole(SAMPLES[1])])
+    assert hsx("gc", store.url, "--delete") == 0
+    assert late.part in names(store)
 
 
 def test_nothing_is_removed_while_an_attempt_is_alive(
@@ -419,6 +432,18 @@ def test_verify_checks_a_sample_of_parts_and_resumes(
     assert (said["known"], said["parts"], said["ok"]) == (3, 3, True)
     assert verify("--workers", "1", status=1)["problems"][0]["part"] == name
     assert hsx("verify", store.url, "--sample", "0") == 2
+
+
+def test_sound_parts_of_a_run_say_nothing_about_a_copy(store: Store, tmp_path: Path) -> None:
+    """A copy has the same run id, part names and receipts. Its bytes may have been damaged on the way."""
+    notes = str(tmp_path / "sound.jsonl")
+    assert hsx("verify", store.url, "--resume", notes) == 0
+    copy = open_store(str(shutil.copytree(tmp_path / "run", tmp_path / "copy")))
+    name = sorted(i.name for i in own(copy).list("data/"))[0]
+    damaged = bytearray(own(copy).get(name))
+    damaged[-1] ^= 1
+    own(copy).put(name, [bytes(damaged)])
+    assert hsx("verify", copy.url, "--resume", notes) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,21 @@ def test_no_command_prints_what_moves_a_cursor(store, tmp_path, capsys, command)
     if "--json" in rest and printed.out:
         assert printed.out.isascii()
         json.loads(printed.out)
+
+
+def test_the_live_view_of_a_run_escapes_its_texts(store, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    with pytest.raises(SystemExit):
+        main(["top", store.url])
+    shown = terminal.getvalue()
+    assert f"m{printable(HOSTILE)}" in shown.replace("\n", "")
+    assert not {"\x1b[2J", "\x9b31m", "\u202e", "\u2028", "\x7f", "\x07", "\nfake"} & set(
+        re.findall("\x1b\\[2J|\x9b31m|\\nfake|[\u202e\u2028\x7f\x07]", shown)
+    )
 
 
 def test_a_damaged_part_is_named_in_one_line(store, capsys):

@@ -291,7 +291,17 @@ def test_the_names_of_the_documentation_are_those_of_the_code() -> None:
     [
         *("keyboard", "token_ids", "max_tokens", "tokenizer", "monkey", "region", "token_type_ids", "tokens"),
         *("num_tokens", "eos_token_id", "eostoken", "tiktoken", "maxtokens", "keys", "promptkey", "code_revision"),
-        *("code", "session_id", "pass_config", "compass", "pass_2", "author", "image_token_id", "skip_tokenizer_init", "sortkey2"),
+        *(
+            "code",
+            "session_id",
+            "pass_config",
+            "compass",
+            "pass_2",
+            "author",
+            "image_token_id",
+            "skip_tokenizer_init",
+            "sortkey2",
+        ),
     ],
 )
 def test_names_of_other_settings_are_not_secret(name: str) -> None:

@@ -12,14 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import zstandard
 from safetensors.numpy import save
 
-from hsx_dist.cli.inspect import print_run
+from hsx_dist.cli.inspect import _totals, print_run
 from hsx_dist.cli.tables import layers_text
 from hsx_dist.errors import FormatError, IntegrityError, SampleNotFound
 from hsx_dist.format import compacted
@@ -43,6 +44,7 @@ from hsx_dist.format.runs import (
     take_attempt,
     write_complete,
 )
+from hsx_dist.format.sample_record import Totals
 from hsx_dist.format.segment_info import SegmentInfo
 from hsx_dist.format.segments import exact_sum
 from hsx_dist.page import Segment
@@ -243,6 +245,12 @@ def test_lines_that_expand_much_need_the_single_receipts(monkeypatch: pytest.Mon
         load_manifest(store)
 
 
+def test_a_compacted_manifest_above_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compacted, "MAX_COMPACTED_BYTES", 10)
+    with pytest.raises(FormatError, match="expected at most 10 bytes"):
+        load_manifest(small_run())
+
+
 def test_a_repeated_line_is_refused() -> None:
     store = small_run()
     line = next(iter(load_manifest(store).receipts)).to_json() + b"\n"
@@ -389,11 +397,33 @@ def test_a_receipt_with_counts_that_cannot_be_is_refused(changes: dict[str, Any]
         load_manifest(store)
 
 
+@pytest.mark.parametrize("raw_bytes", [-5, 2**61])
+def test_a_receipts_own_raw_bytes_are_limited(raw_bytes: int) -> None:
+    store = small_run(complete=False)
+    body = json.loads(_receipt_with())["receipt"]
+    store.put("manifest/0001/w/000001.json", [sealed(body | {"raw_bytes": raw_bytes})])
+    with pytest.raises(FormatError, match="raw_bytes"):
+        load_manifest(store)
+
+
 def test_totals_of_many_large_segments_do_not_wrap() -> None:
     assert exact_sum(np.full(5000, 2**52, np.int64)) == 5000 * 2**52
     assert exact_sum(np.array([2**62, 2**62, 2**62, -1])) == 3 * 2**62 - 1
     assert exact_sum(np.empty(0, np.int64)) == 0
     assert Manifest().totals().raw_bytes == 0
+    numbers = np.zeros((1 << 13, 8), np.int64)
+    numbers[:, 2:6] = 1 << 50
+    totals = Totals()
+    totals.add(numbers)
+    assert (totals.tokens, totals.raw_bytes, totals.stored_bytes) == (1 << 63, 1 << 63, 1 << 63)
+
+    class ManySamples:
+        index = SimpleNamespace(tokens=numbers[:, 2], raw_bytes=numbers[:, 4], parts_in_use=list)
+        refused = failed = ()
+        __len__ = numbers.__len__
+
+    listed = _totals(cast(Any, ManySamples()))
+    assert (listed["tokens"], listed["raw_bytes"]) == (1 << 63, 1 << 63)
 
 
 @pytest.mark.traced

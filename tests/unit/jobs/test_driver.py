@@ -684,3 +684,14 @@ def test_a_pause_in_reading_divides_no_task_and_loses_no_time(ledger, monkeypatc
     assert len(ledger._manifest.samples) == 10
     assert driver.ended == ""
     assert waited.count(0.0) > 10 * waited.count(0.5)
+
+
+def test_receipts_of_rows_with_long_reasons_stay_small(ledger):
+    """A character takes up to 12 bytes in a receipt, and readers refuse receipts above 100 MB."""
+    for i in range(420):
+        ledger.add(RowFate(f"{i:04}" + "\U00020000" * 4_000, i, "refused", "\U00020000" * 1_000, 0))
+    ledger.flush()
+    receipts = list(ledger.store.list("manifest/"))
+    assert len(receipts) == 2
+    assert max(info.size for info in receipts) < 16 << 20
+    assert len(load_manifest(ledger.store).refused) == 420

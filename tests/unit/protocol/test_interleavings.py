@@ -18,6 +18,9 @@ from tests.unit.protocol.scenarios import SCENARIOS
 
 #: Switches away from a process that could continue. One more multiplies the orders by the number of calls.
 PREEMPTIONS = int(os.environ.get("HSX_PREEMPTIONS", "1"))
+#: One switch does not show that gc must look again. The follower's fix, which it does not show either, has a test in
+#: test_follow.py: its orders with two switches take a minute.
+LEAST = {"a writer and gc": 2}
 
 
 class Inline:
@@ -70,7 +73,7 @@ def _repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_promise_holds_in_every_order(name: str) -> None:
-    found = explore(SCENARIOS[name], preemptions=PREEMPTIONS)
+    found = explore(SCENARIOS[name], preemptions=max(PREEMPTIONS, LEAST.get(name, 0)))
     print(f"{name}: {found.orders} orders, {found.calls} calls, {len(found.states)} states")
     assert found.orders > 1
 

@@ -457,7 +457,11 @@ def test_wrong_arguments_are_refused(url: str) -> None:
         ("layers", [["last"], "last", [None], [1.5], [[2]], {"hidden_states": ["last"]}], "only for extraction"),
         ("layers", [5, {"hidden_states": 5}], "Put it into a list"),
         ("points", [[1], [["q"]], 5, "q", []], r"expected a list of names such as \['q'\]"),
-        ("tokens", [(0, "x"), (0, 1.5), "0:3", 5, (1, 2, 3, 4), (5,), range(3, 5), {3, 5}, slice("a", 3)], r"expected a slice or \(start, stop\)"),
+        (
+            "tokens",
+            [(0, "x"), (0, 1.5), "0:3", 5, (1, 2, 3, 4), (5,), range(3, 5), {3, 5}, slice("a", 3)],
+            r"expected a slice or \(start, stop\)",
+        ),
     ],
 )
 def test_values_of_another_type_are_refused_by_data_sets_and_samples(

@@ -19,6 +19,7 @@ from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.page import Page, Segment
 from hsx_dist.reading import expiry
 from hsx_dist.reading.expiry import expired, remove
+from hsx_dist.reading.object_lock import exclusive_lock, shared_lock
 from hsx_dist.store import local, open_store
 from hsx_dist.testing.stores import MemoryStore
 from hsx_dist.writers.sink import PartSink, SinkOptions
@@ -495,6 +496,16 @@ def test_gc_follows_no_link(tmp_path):
     (prefix / "old.safetensors").symlink_to(victim / "old.safetensors")
     assert not remove(store, "old.safetensors")
     assert len(list(victim.iterdir())) == 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("lock", [exclusive_lock, shared_lock])
+def test_a_lock_is_no_link(tmp_path, lock):
+    """A lock behind a link would never be that of its name: both would look for it again and again."""
+    (tmp_path / "victim").touch()
+    (tmp_path / "a.safetensors.lock").symlink_to("victim")
+    with lock(str(tmp_path), "a.safetensors"):
+        pass
 
 
 @pytest.mark.parametrize("end", ["1" + 400 * "0", "NaN", "true", "[1]", '"1"', "[" * 100_000])

@@ -31,7 +31,7 @@ from hsx_dist.format.manifest import Manifest, Receipt, SampleRecord, SegmentPro
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.place import Place, open_place, start_run
 from hsx_dist.format.presence import exists
-from hsx_dist.format.runs import beat, load_manifest, take_attempt
+from hsx_dist.format.runs import beat, load_manifest, newest_attempt, take_attempt
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.page import Segment
 from hsx_dist.reading.follow import Follower, has_position, position_check
@@ -372,6 +372,36 @@ def test_a_lost_sample_that_is_computed_again_while_the_run_is_followed(resumed:
     seen += [item["key"] for item in source]
     assert seen == [SAMPLES[i].key for i in (4, 0, 1, 2)]
     assert dataset.skipped == 4
+
+
+def test_a_follower_waits_for_an_attempt_that_declares_a_part_lost_before_it_reads_the_last_receipts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The follower has found the completion and no newer attempt. Then the next driver begins."""
+    store = MemoryStore()
+    place = start_run(store, {"meaning": {"layers": [2, 15, 30]}})
+    writer = RunWriter(store, name="a")
+    writer.put([whole(SAMPLES[1], 1)])
+    lost: list[str] = []
+
+    def complete() -> None:
+        lost.append(writer.put([whole(SAMPLES[0], 0)]).part)
+        writer.complete()
+        place.store.delete(lost[0])
+
+    def newest(of: Any) -> int:
+        found = newest_attempt(of)
+        if lost:
+            again = RunWriter(store, name="b")
+            RowLedger(place.store, again.attempt, load_manifest(place.store)).declare_lost([lost.pop()])
+            todo.extend([again.complete, lambda: again.put([whole(SAMPLES[0], 0)])])
+        return found
+
+    monkeypatch.setattr("hsx_dist.reading.follow.newest_attempt", newest)
+    todo: list[Callable[[], object]] = [complete]
+    options = {"poll_seconds": 0, "discover_seconds": 0, "sleep": lambda _: todo and todo.pop()()}
+    dataset = HiddenStatesDataset(Run(store), follow=True, follow_options=options, threads=1)
+    assert [item["key"] for item in dataset] == [SAMPLES[1].key, SAMPLES[0].key]
 
 
 @pytest.mark.parametrize("restart_after", range(1, 5))

@@ -89,6 +89,14 @@ def test_a_complete_run_has_the_rows_of_its_completion(monkeypatch):
     assert not found.ok
 
 
+def test_missing_parts_are_printed(tmp_path, capsys):
+    store = LocalStore(tmp_path)
+    writer = store_run(store, [random_sample("a", 4)])
+    writer.place.store.delete(next(writer.place.store.list("data/")).name)
+    assert print_status(store.url, (), as_json=False) == 1
+    assert "1 parts; the same extraction computes their samples again" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_status_of_a_missing_run_raises(tmp_path):
     with pytest.raises(RunError):
         run_status(LocalStore(tmp_path))
