@@ -210,12 +210,10 @@ def check_capture(config: ExtractConfig) -> None:
 
 
 def check_resources(resources: Mapping[str, float]) -> None:
-    """Refuse what Ray refuses when a replica starts: resources of its own, and amounts that it cannot count."""
+    """Refuse what Ray refuses when a replica starts: names of its standard resources, and amounts that it cannot count."""
     for name, amount in resources.items():
         if name in ("CPU", "GPU", "memory", "object_store_memory"):
-            raise ValueError(
-                f"expected custom resources, got Ray's own {name}. Use replica.num_cpus or replica.num_gpus"
-            )
+            raise ValueError(f"expected custom resources, got {name}. Use replica.num_cpus or replica.num_gpus")
         if amount < 0 or 0 < amount < 0.0001:
             raise ValueError(f"expected amounts of 0, or of 0.0001 and more, got {amount:g}. Correct it")
 

@@ -25,8 +25,8 @@ class RowLedger:
     #: Seconds after which a small batch is stored, for ``hsx status``, which reads the store.
     OLDEST_S = 15.0
 
-    #: Rows and characters of keys and reasons after which a batch is stored. Readers refuse receipts above 100 MB, and a
-    #: character takes up to 12 bytes there.
+    #: Rows, and characters of keys and reasons, after which a batch is stored. A character takes up to 12 bytes in a
+    #: receipt, and readers refuse receipts above 100 MB.
     MOST_ROWS, MOST_CHARACTERS = 1000, 1 << 20
 
     def __init__(self, store: Store, attempt: int, manifest: Manifest):
