@@ -210,7 +210,7 @@ def check_capture(config: ExtractConfig) -> None:
 
 
 def check_resources(resources: Mapping[str, float]) -> None:
-    """Refuse what Ray refuses when a replica starts: names of its standard resources, and amounts that it cannot count."""
+    """Refuse what Ray refuses when a replica starts: its standard resources, and amounts that it cannot count."""
     for name, amount in resources.items():
         if name in ("CPU", "GPU", "memory", "object_store_memory"):
             raise ValueError(f"expected custom resources, got {name}. Use replica.num_cpus or replica.num_gpus")
