@@ -35,8 +35,9 @@ _MOST = 1 << 28
 #: Bytes that are searched at once.
 _READ = 16 << 20
 _ZIP_BEGIN, _ZIP_END = b"PK\3\4", b"PK\5\6"
-#: The largest end of a zip file: its end record with a comment.
-_MOST_ZIP_END = 22 + (1 << 16)
+#: The largest end of a zip file: its end record with a comment. zip64 has two more records before it.
+_MOST_ZIP_END, _ZIP64_END = 22 + (1 << 16), 76
+_ZIP64_BEGIN, _ZIP64_LOCATOR = b"PK\6\6", b"PK\6\7"
 
 
 def refuse_joined_parquet(file: io.RawIOBase, size: int, metadata: Any) -> None:
@@ -142,15 +143,18 @@ def _unknown(got: str) -> FormatError:
 
 
 def refuse_joined_zip(archive: ZipFile) -> None:
-    """Raise ConfigError if a zip file, or the beginning of one, follows another one in a file.
+    """Raise ConfigError if a zip file, or the beginning of one, follows another one in a file, or lacks entries.
 
     Other bytes before a zip file, such as the program of a self-extractor, are accepted. So are bytes of members that
     the directory does not name.
     """
     file: Any = archive.fp
-    file.seek(max(file.seek(0, io.SEEK_END) - _MOST_ZIP_END, 0))
-    data = file.read(_MOST_ZIP_END)
-    end = data.rfind(_ZIP_END)  # zipfile reads this one
+    file.seek(max(file.seek(0, io.SEEK_END) - _MOST_ZIP_END - _ZIP64_END, 0))
+    data = file.read(_MOST_ZIP_END + _ZIP64_END)
+    # zipfile reads this one.
+    has_comment = data[-22:-18] != _ZIP_END or data[-2:] != b"\0\0"
+    end = data.rfind(_ZIP_END) if has_comment else len(data) - 22
+    _require_entries(archive, data[:end], data[end:])
     if _ZIP_BEGIN in data[end + 22 + int.from_bytes(data[end + 20 : end + 22], "little") :]:
         raise _several_zips()
     first = min((member.header_offset for member in archive.filelist), default=0)
@@ -164,6 +168,22 @@ def refuse_joined_zip(archive: ZipFile) -> None:
         comment = int.from_bytes(data[end + 20 : end + 22], "little")
         if is_zip or end + 22 + comment == len(data):
             raise _several_zips()
+
+
+def _require_entries(archive: ZipFile, before: bytes, end: bytes) -> None:
+    """Raise ConfigError if zipfile found another number of entries than the end record states, perhaps modulo 65,536.
+
+    zipfile does not compare them. After a wrong length in one entry, it takes the next entries for its comment.
+    """
+    stated, modulus = int.from_bytes(end[10:12], "little"), 1 << 16
+    record = before[-_ZIP64_END:]
+    if record.startswith(_ZIP64_BEGIN) and record[56:60] == _ZIP64_LOCATOR:
+        stated, modulus = int.from_bytes(record[32:40], "little"), 1 << 64
+    if len(archive.filelist) % modulus != stated:
+        raise ConfigError(
+            f"input.path: expected {stated} entries in the zip file's directory, as its end states, got "
+            f"{len(archive.filelist)}. Write or copy the file again"
+        )
 
 
 def _several_zips() -> ConfigError:

@@ -219,6 +219,56 @@ def test_a_zip_file_without_its_first_member_is_read(tmp_path: Path) -> None:
     assert _read(f"zip://*.jsonl::{path}") == 1
 
 
+@pytest.mark.parametrize("zip64", [False, True])
+@pytest.mark.parametrize("comment", [0, 65_535])
+def test_a_zip_file_with_fewer_entries_than_its_end_states_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comment: int, zip64: bool
+) -> None:
+    """zipfile takes entries for the comment of the entry before them, if one bit of its length is wrong."""
+    path = tmp_path / "in.zip"
+    with monkeypatch.context() as patch:
+        if zip64:
+            patch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 2)
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.comment = b"c" * comment
+            for i in range(5):
+                archive.writestr(f"{i}.jsonl", '{"text": "a"}\n')
+    data = bytearray(path.read_bytes())
+    assert (b"PK\6\6" in data) == zip64
+    assert _read(f"zip://*.jsonl::{path}") == 5
+    first = data.find(b"PK\1\2")
+    data[first + 33] ^= 1
+    path.write_bytes(data)
+    for pattern in ("", "*.jsonl", "0.jsonl"):
+        with pytest.raises(ConfigError, match=r"expected 5 entries in the zip file's directory, .* got [0-4]\."):
+            _read(f"zip://{pattern}::{path}")
+
+
+def test_the_number_of_a_zip_files_entries_may_be_stated_modulo_65536(tmp_path: Path) -> None:
+    """Writers without zip64, such as macOS's ditto, write it so."""
+    path = tmp_path / "in.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for i in range((1 << 16) + 1):
+            archive.writestr(f"{i}.md", "")
+        archive.writestr("a.jsonl", '{"text": "a"}\n')
+    data = path.read_bytes()
+    at = data.rfind(b"PK\5\6")
+    assert data[at - 76 : at].startswith(b"PK\6\6")
+    end = data[at : at + 8] + 2 * (2).to_bytes(2, "little") + data[at + 12 :]
+    path.write_bytes(data[: at - 76] + end)
+    assert _read(f"zip://*.jsonl::{path}") == 1
+
+
+def test_the_offset_of_a_zip_files_directory_may_look_like_its_end(tmp_path: Path) -> None:
+    path, directory = tmp_path / "in.zip", _zipped("a.jsonl").find(b"PK\1\2")
+    with path.open("wb") as file:
+        file.seek(int.from_bytes(b"PK\5\6", "little") - directory)
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("a.jsonl", '{"text": "a"}\n')
+    assert path.read_bytes().count(b"PK\5\6") == 2
+    assert _read(f"zip://*.jsonl::{path}") == 1
+
+
 @pytest.mark.parametrize("moved", [False, True], ids=["pyarrow", "polars"])
 def test_an_arrow_file_alone_is_not_searched(moved: bool) -> None:
     """The search would fetch a file on a server twice."""
