@@ -61,7 +61,7 @@ def name_of(fs: Any, path: str) -> str:
 
 
 def with_store_checks(found: Any) -> Any:
-    """Return a file system or an open file with ``CheckedS3`` in place of s3fs's file system, which it may wrap.
+    """Return a file system with ``CheckedS3`` in place of s3fs's file system, which it may wrap.
 
     s3fs takes a gateway's page for an object: its length for the object's size, and its bytes for any range. gcsfs's
     file system for gRPC becomes ``JsonGcs`` unless it reads from Google.
@@ -76,9 +76,8 @@ def with_store_checks(found: Any) -> Any:
         from hsx_dist.store.gcs_json import JsonGcs  # part of an extra
 
         return JsonGcs(*found.storage_args, **found.storage_options)
-    for name in ("fs", "fo"):  # of caches and files, of zip files
-        if (inner := getattr(found, name, None)) is not None:
-            setattr(found, name, with_store_checks(inner))
+    if (inner := getattr(found, "fs", None)) is not None:  # of a cache
+        found.fs = with_store_checks(inner)
     return found
 
 

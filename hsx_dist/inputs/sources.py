@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
-from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
+from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile
 
 import fsspec
 from fsspec.implementations import cache_metadata
@@ -97,10 +97,7 @@ class Input:
 
         size, shown = self.stored_bytes(path), public_url(path)
         if size is None and isinstance(self._fs, CachingFileSystem):  # a page would be stored as the file
-            raise ConfigError(
-                f"input.path: expected a server that states the size of {shown}, got none behind the link of a cache. "
-                "Remove the link such as simplecache:: before the URL"
-            )
+            raise _no_size_behind_cache(shown)
 
         def opened() -> IO[bytes]:
             check_file(self._fs, path)
@@ -183,64 +180,73 @@ def file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
     if is_local(config.path):
         # Not by url_to_fs, which would read a colon in a local name as the end of a scheme.
         return RegularFiles(), str(with_home(config.path).absolute())
-    options = checked_options(config.path, config.storage_options)
     _check_chain(config.path, shown)
-    fs, path = _opened(config.path, options, shown)
-    fs = with_store_checks(fs)
-    inner = innermost(fs)
-    if isinstance(fs, CachingFileSystem) and "gs" in inner.protocol:
-        # Given headers, gcsfs copies a file in one request. Its copy in parts never ends if one of them is short.
-        inner.get_file = partial(inner.get_file, headers={})
-    if (members := _zip_file(fs)) is not None:
-        check_fetched(innermost(fs).fo, shown, in_order=False)
-        _require_copy(config.path, options, members, shown)
-        refuse_joined_zip(members)
-    return fs, path
-
-
-def _require_copy(path: str, options: Mapping[str, Any], members: ZipFile, shown: str) -> None:
-    """Raise an error if the zip file is a cache's copy that has not the size of the file in the store.
-
-    Raises:
-        Unavailable: the sizes differ.
-        ConfigError: the store does not state the size.
-    """
-    _, *others = path.split("::")
-    schemes = [link.partition("://")[0] for link in others]
-    if _CACHES.isdisjoint(schemes):
-        return
-    url = "::".join(others)
-    given = checked_options(url, {scheme: options[scheme] for scheme in schemes if scheme in options})
-    store, name = fsspec.core.url_to_fs(url, **bounding_answers(url, given))
-    size = file_info(store, name).get("size")
-    if size is None or members.fp is None:
-        raise ConfigError(
-            f"input.path: expected a server that states the size of {shown}, got none behind the link of a cache. "
-            "Remove the link such as simplecache:: before the URL"
-        )
-    require_size(members.fp, shown, size)
+    return _opened(config.path, checked_options(config.path, config.storage_options), shown)
 
 
 def _opened(path: str, options: Mapping[str, Any], shown: str) -> tuple[Any, str]:
     """Return fsspec's file system for a chain of URLs, and the path on it. Opens local files as ``RegularFiles``."""
     first, *others = path.split("::")
     last = others[-1] if others else first
-    if not is_local(last) and last.partition("://")[0] not in LOCAL:
-        return fsspec.core.url_to_fs(path, **bounding_answers(path, options))  # type: ignore[no-any-return]
-    local = RegularFiles()
-    if not others:
-        return local, local._strip_protocol(last)
+    in_folder = is_local(last) or last.partition("://")[0] in LOCAL
     scheme, _, member = first.partition("://")
-    if scheme != "zip":
-        # Checks of local files look for links and FIFOs, which a cache hides.
-        raise ConfigError(
-            f"input.path: expected a local path without a link such as simplecache:: before it, got {shown}. Name only "
-            "the path"
-        )
-    _check_regular(local._strip_protocol(last))
-    # A cache between is not needed. fsspec's cache of instances would keep the file open.
-    fs = fsspec.filesystem("zip", fo=local.open(last), mode="r", skip_instance_cache=True)
-    return fs, fs._strip_protocol(f"zip://{member}")
+    if scheme == "zip" and others:
+        # A cache between is not needed for a local file.
+        url = last if in_folder else "::".join(others)
+        schemes = [link.partition("://")[0] for link in others]
+        given = checked_options(url, {scheme: options[scheme] for scheme in schemes if scheme in options})
+        fs = _opened_zip(*_opened(url, given, shown), shown)
+        return fs, fs._strip_protocol(f"zip://{member}")
+    if in_folder:
+        if others:
+            # Checks of local files look for links and FIFOs, which a cache hides.
+            raise ConfigError(
+                f"input.path: expected a local path without a link such as simplecache:: before it, got {shown}. Name "
+                "only the path"
+            )
+        local = RegularFiles()
+        return local, local._strip_protocol(last)
+    fs, name = fsspec.core.url_to_fs(path, **bounding_answers(path, options))
+    fs = with_store_checks(fs)
+    inner = innermost(fs)
+    if isinstance(fs, CachingFileSystem) and "gs" in inner.protocol:
+        # Given headers, gcsfs copies a file in one request. Its copy in parts never ends if one of them is short.
+        inner.get_file = partial(inner.get_file, headers={})
+    return fs, name
+
+
+def _opened_zip(fs: Any, path: str, shown: str) -> Any:
+    """Return fsspec's file system for the members of a zip file.
+
+    Raises:
+        Unavailable: an answer for its directory has other bytes. Or it is a cache's copy that has not the size of the
+            file in the store.
+        ConfigError: it is several files, or lacks entries. Or a cache is before a URL of unknown size.
+    """
+    if isinstance(fs, LocalFileSystem):
+        _check_regular(path)
+    file = fs.open(path, "rb")
+    check_fetched(file, shown, in_order=False)
+    if isinstance(fs, CachingFileSystem):
+        size = file_info(fs, path).get("size")
+        if size is None:
+            raise _no_size_behind_cache(shown)
+        require_size(file, shown, size)
+    try:
+        found = fsspec.filesystem("zip", fo=file, mode="r", skip_instance_cache=True)
+    except BadZipFile as e:
+        if isinstance(e.__context__, Unavailable):  # zipfile replaces each OSError
+            raise e.__context__ from None
+        raise
+    refuse_joined_zip(found.zip)
+    return found
+
+
+def _no_size_behind_cache(shown: str) -> ConfigError:
+    return ConfigError(
+        f"input.path: expected a server that states the size of {shown}, got none behind the link of a cache. "
+        "Remove the link such as simplecache:: before the URL"
+    )
 
 
 def _check_chain(path: str, shown: str) -> None:

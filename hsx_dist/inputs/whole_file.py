@@ -10,7 +10,7 @@ import io
 from collections.abc import Callable
 from typing import IO, Any
 
-from hsx_dist.errors import Unavailable
+from hsx_dist.errors import HsxError, Unavailable
 from hsx_dist.inputs.file_systems import is_web, schemes_of
 from hsx_dist.inputs.web import WebRanges
 
@@ -71,9 +71,8 @@ def whole_ranges(file: Any, shown: str) -> Callable[[int, int], bytes]:
     """
     fetch = WebRanges(file, shown) if is_web(file.fs) else file._fetch_range
     if "s3" in schemes_of(file.fs):
-        from hsx_dist.store.s3_answers import STATED_SIZE, require_object  # part of an extra
+        from hsx_dist.store.s3_answers import STATED_SIZE  # part of an extra
 
-        require_object(file.details, shown)  # a zip file was opened before ``with_store_checks``
         arguments = "read_kw" if hasattr(file, "read_kw") else "req_kw"  # before s3fs 2026.9
         setattr(file, arguments, {**getattr(file, arguments), STATED_SIZE: file.size})
 
@@ -81,15 +80,23 @@ def whole_ranges(file: Any, shown: str) -> Callable[[int, int], bytes]:
         end = min(end, file.size)
         if start >= end:  # fsspec's cache of blocks asks behind the end. S3 answers with the whole file
             return b""
-        data: bytes = fetch(start, end)
+        try:
+            data: bytes = fetch(start, end)
+        except (HsxError, MemoryError):
+            raise
+        except Exception as e:  # noqa: BLE001 (as in read_batches; zipfile would give some another type)
+            raise _no_bytes(start, end, shown, type(e).__name__) from None
         if len(data) != end - start:
-            raise Unavailable(
-                f"expected the bytes from {start} to {end} of {shown}, got an answer of {len(data)} bytes. Try again: "
-                "stored rows are skipped"
-            )
+            raise _no_bytes(start, end, shown, f"an answer of {len(data)} bytes")
         return data
 
     return fetched
+
+
+def _no_bytes(start: int, end: int, shown: str, got: str) -> Unavailable:
+    return Unavailable(
+        f"expected the bytes from {start} to {end} of {shown}, got {got}. Try again: stored rows are skipped"
+    )
 
 
 def require_size(file: IO[bytes], shown: str, size: int) -> None:

@@ -225,20 +225,26 @@ def test_an_empty_gzip_file_of_unknown_size_is_not_whole(server: _Server) -> Non
 
 
 @pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("chain", ["", "zip://x.jsonl::"])
 def test_a_cache_of_whole_files_gets_an_object_of_gcs_in_one_request(
-    server: _Server, monkeypatch: pytest.MonkeyPatch
+    server: _Server, monkeypatch: pytest.MonkeyPatch, chain: str
 ) -> None:
     """A copy of gcsfs in parts, from 100 MB on, waits forever after a short part. gcsfs gives no headers to parts."""
-    given = []
+    given, packed = [], io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("x.jsonl", PLAIN)
+    body = packed.getvalue() if chain else PLAIN
 
     async def copied(_: object, __: str, local: str, **how: Any) -> None:
         given.append(how)
-        Path(local).write_bytes(PLAIN)
+        Path(local).write_bytes(body)
 
     monkeypatch.setattr("gcsfs.core.GCSFileSystem._get_file", copied)
-    about = {"kind": "storage#object", "name": "y.jsonl", "bucket": "b", "size": str(len(PLAIN)), "generation": "1"}
+    about = {"kind": "storage#object", "name": "y.jsonl", "bucket": "b", "size": str(len(body)), "generation": "1"}
     server.objects["/b/o"] = b'{"kind": "storage#objects"}', "identity"
     server.objects["/o/y.jsonl"] = json.dumps(about).encode(), "identity"
     options = {"gs": {"endpoint_url": server.url, "token": "anon"}}
-    assert len(list(read_rows(InputConfig(path="simplecache::gs://b/y.jsonl", storage_options=options)))) == 1000
+    assert (
+        len(list(read_rows(InputConfig(path=f"{chain}simplecache::gs://b/y.jsonl", storage_options=options)))) == 1000
+    )
     assert [how["headers"] for how in given] == [{}]

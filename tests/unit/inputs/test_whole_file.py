@@ -27,6 +27,7 @@ from multidict import CIMultiDict
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError, Unavailable
 from hsx_dist.inputs import store_file, web
+from hsx_dist.inputs.listing import find_input
 from hsx_dist.inputs.read_ahead import check_fetched
 from hsx_dist.inputs.rows import read_rows
 from hsx_dist.inputs.web import check_stream
@@ -69,6 +70,13 @@ def _range(start: int, end: int, body: bytes, of: int | str | None = None) -> tu
     return 206, body[start:end], {"Content_Range": f"bytes {start}-{end - 1}/{of or len(body)}"}
 
 
+def _zipped(lines: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as members:
+        members.writestr("a.txt", lines)
+    return out.getvalue()
+
+
 def _config(url: str, name: str, scheme: str) -> InputConfig:
     if scheme == "http":
         return InputConfig(path=f"{url}/{name}", storage_options={"block_size": _BLOCK})
@@ -109,10 +117,7 @@ def test_the_whole_object_in_place_of_a_later_range_of_s3_is_refused(in_process:
 @pytest.mark.parametrize("path", ["s3://b/a.txt", "zip://a.txt::s3://b/a.zip"])
 def test_a_page_in_place_of_the_head_of_an_object_is_no_size(in_process: None, path: str) -> None:
     """The page is shorter than the object, so a part of the object would be the input."""
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as members:
-        members.writestr("a.txt", _LINES[:1020])
-    body = _LINES if path.endswith(".txt") else packed.getvalue()
+    body = _LINES if path.endswith("/a.txt") else _zipped(_LINES[:1020])
 
     class Handler(Answers):
         heads = 0
@@ -182,13 +187,24 @@ def test_another_answer_in_a_table_gives_no_value(in_process: None, scheme: str,
 
 @pytest.mark.parametrize("answer", ["a page", "an empty answer", "a short part"])
 def test_another_answer_in_a_zip_file_gives_no_row(in_process: None, answer: str) -> None:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as members:
-        members.writestr("a.txt", _LINES)
     rows: list[Any] = []
-    with _server(packed.getvalue(), _WRONG[answer], at=5) as url, pytest.raises(Unavailable):
+    with _server(_zipped(_LINES), _WRONG[answer], at=5) as url, pytest.raises(Unavailable):
         rows.extend(read_rows(InputConfig(path=f"zip://a.txt::{url}/a.zip")))
     assert [row.text for row in rows] == _LINES.decode().splitlines()[: len(rows)]
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+@pytest.mark.parametrize("answer", _WRONG)
+def test_another_answer_in_the_directory_of_a_zip_file_can_be_tried_again(
+    in_process: None, answer: str, scheme: str
+) -> None:
+    """zipfile takes an error of a read for a broken file."""
+    for at in (1, 2, 3, 4):
+        with _server(_zipped(_LINES), _WRONG[answer], at) as url:
+            path = f"{url}/a.zip" if scheme == "http" else "s3://b/a.zip"
+            config = InputConfig(path=f"zip://a.txt::{path}", storage_options={"s3": s3_options(url)})
+            with pytest.raises(Unavailable):
+                find_input(config)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.parquet"])
@@ -199,6 +215,11 @@ def test_a_web_server_may_send_fewer_bytes_of_a_range_and_name_them(in_process: 
     body = {"a.txt": _LINES, "a.txt.gz": gzip.compress(_LINES, 0), "a.parquet": out.getvalue()}[name]
     with _server(body, lambda s, e, b: _range(s, min(e, s + 50_000), b, "*"), at=0) as url:
         assert [row.text for row in read_rows(_config(url, name, "http"))] == _LINES.decode().splitlines()  # type: ignore[union-attr]
+
+
+def test_a_web_server_may_send_fewer_bytes_of_a_zip_files_directory(in_process: None) -> None:
+    with _server(_zipped(_LINES[:1020]), lambda s, e, b: _range(s, min(e, s + 15), b), at=0) as url:
+        assert len(list(read_rows(InputConfig(path=f"zip://a.txt::{url}/a.zip")))) == 10
 
 
 #: Answers that only the reader of a web server's files knows.
