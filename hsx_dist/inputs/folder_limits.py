@@ -64,8 +64,10 @@ class ZipFolders:
                     "input.path: expected folders without bytes in a zip file, got the folder "
                     f"{head(member.filename, 200)!r} of {member.file_size} bytes. Write it as a file"
                 )
+            if name.startswith("/") and kind == "file":  # no path names it: fsspec drops the slash
+                raise _no_name(name, "")
             no_name = next((i for i, step in enumerate(steps) if step in (".", "..")), None)
-            if name.startswith(("zip://", "zip::")):
+            if name.startswith(("/", "zip://", "zip::")):
                 no_name = 0  # fsspec opens the member without this beginning
             if no_name is not None:
                 folder = "/".join(steps[:no_name]).rstrip("/")
@@ -115,11 +117,15 @@ class ZipFolders:
             FileNotFoundError: there is no such folder.
         """
         if (name := self._nameless.get(folder.rstrip("/"))) is not None:
-            raise ConfigError(
-                "input.path: expected names of files and folders in a zip file, got the member "
-                f"{head(name, 200)!r}. Write the zip file without such steps, or name one member"
-            )
+            raise _no_name(name, ", or name one member")
         members = self._members.get(folder.rstrip("/"), [])
         if folder and not members:
             self._fs.info(folder)
         return members
+
+
+def _no_name(member: str, more: str) -> ConfigError:
+    return ConfigError(
+        f"input.path: expected names of files and folders in a zip file, got the member {head(member, 200)!r}. Write "
+        f"the zip file without such steps{more}"
+    )
