@@ -78,14 +78,13 @@ def test_the_live_view_of_a_run_escapes_its_texts(store, monkeypatch):
         def isatty(self) -> bool:
             return True
 
+    monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     with pytest.raises(SystemExit):
         main(["top", store.url])
     shown = terminal.getvalue()
-    assert f"m{printable(HOSTILE)}" in shown.replace("\n", "")
-    assert not {"\x1b[2J", "\x9b31m", "\u202e", "\u2028", "\x7f", "\x07", "\nfake"} & set(
-        re.findall("\x1b\\[2J|\x9b31m|\\nfake|[\u202e\u2028\x7f\x07]", shown)
-    )
+    assert f"m{printable(HOSTILE)}" in shown
+    assert not re.search("\x1b\\[2J|\x9b31m|\\nfake|[\u202e\u2028\x7f\x07]", shown)
 
 
 def test_a_damaged_part_is_named_in_one_line(store, capsys):
