@@ -210,10 +210,12 @@ def check_capture(config: ExtractConfig) -> None:
 
 
 def check_resources(resources: Mapping[str, float]) -> None:
-    """Refuse what Ray refuses when a replica starts: its standard resources, and amounts that it cannot count."""
+    """Refuse what Ray would refuse when a replica starts."""
     for name, amount in resources.items():
-        if name in ("CPU", "GPU", "memory", "object_store_memory"):
-            raise ValueError(f"expected custom resources, got {name}. Use replica.num_cpus or replica.num_gpus")
+        if name in ("CPU", "GPU"):
+            raise ValueError(f"expected custom resources, got {name}. Use replica.num_{name.lower()}s")
+        if name in ("memory", "object_store_memory"):
+            raise ValueError(f"expected custom resources, got {name}. Remove it: no memory is reserved for replicas")
         if amount < 0 or 0 < amount < 0.0001:
             raise ValueError(f"expected amounts of 0, or of 0.0001 and more, got {amount:g}. Correct it")
 

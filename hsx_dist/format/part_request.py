@@ -22,7 +22,7 @@ def span(tokens: Any) -> tuple[int, int]:
 
 def _pair(tokens: Any) -> Any:
     """``tokens``, or ``TypeError`` for no pair. A ``range`` of two tokens has two items, and neither is its stop."""
-    if isinstance(tokens, range | Set) or len(tokens) != 2:
+    if isinstance(tokens, range | Set | Mapping) or len(tokens) != 2:
         raise TypeError
     return tokens
 

@@ -178,8 +178,8 @@ def _objects_of_no_run(place: Place) -> Iterator[str]:
 class _SoundParts:
     """File of parts that were found sound, one line of JSON for each.
 
-    Lines of earlier versions name neither the place nor the run (see ``is_of_run``). A copy of a run has the same
-    names, so a new line counts only at its place.
+    A line counts only at its place, because a copy of the run has the same names. Lines of the first versions name
+    neither place nor run: see ``is_of_run``.
     """
 
     def __init__(self, path: Path | None):
@@ -204,7 +204,7 @@ class _SoundParts:
                     continue  # a killed process may have written an incomplete last line
 
     def take(self, place: Place, receipt: Receipt, report: VerifyReport) -> bool:
-        names = ((at, run) for at in (place.root.url, None) for run in (place.id, None) if is_of_run(run, place))
+        names = [(place.root.url, place.id), *([(None, None)] if is_of_run(None, place) else [])]
         found = (self._sound.get((*name, receipt.part or "", receipt.crc32c)) for name in names)
         tally = next(filter(None, found), None)
         if tally is not None:

@@ -130,10 +130,17 @@ class SampleSource:
                         raise self._refusal(e, key, wait) from e
                 except HsxError as e:
                     raise refusal_of(e, key) from e
-                await asyncio.sleep(min(pause, left))
-                pause = 2 * pause if 2 * pause < LONGEST_PAUSE else max(LONGEST_PAUSE, self._waiting / _LOOKS)
+                await self._pause(pause, end)
+                pause = min(2 * pause, LONGEST_PAUSE)
         finally:
             self._waiting -= 1
+
+    async def _pause(self, pause: float, end: float) -> None:
+        """Wait for ``pause`` seconds. If that is the longest pause, wait on while the others of its share may look."""
+        began = now = time.monotonic()
+        while now < end and (now == began or (pause >= LONGEST_PAUSE and now - began < self._waiting / _LOOKS)):
+            await asyncio.sleep(min(pause, end - now))
+            now = time.monotonic()
 
     async def _unexpired(self, key: str, wanted: Range, identity: Mapping[str, str] | None) -> StatesFile:
         file = await self._call(lambda: self._look(key, wanted, identity))

@@ -164,7 +164,7 @@ def test_numbers_are_finite(name: str, value: float) -> None:
             make(**group)
 
 
-@pytest.mark.parametrize("resources", [{"CPU": 1}, {"GPU": 1}, {"x": -1}, {"x": 0.00001}])
+@pytest.mark.parametrize("resources", [{"CPU": 1}, {"GPU": 1}, {"memory": 1}, {"x": -1}, {"x": 0.00001}])
 def test_resources_that_ray_refuses_are_refused_before_the_run_begins(resources: dict[str, float]) -> None:
     assert make(replica={"resources": {"x": 0.5, "y": 2}}).replica.resources["y"] == 2
     with pytest.raises(ConfigError, match=r"replica\.resources: expected (custom resources|amounts)"):

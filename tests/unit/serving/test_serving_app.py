@@ -710,6 +710,23 @@ def test_requests_that_wait_look_for_their_samples_at_a_bounded_rate(tmp_path, m
     assert len(looks) <= 50 * 3
 
 
+def test_a_request_that_waits_looks_soon_after_the_others_have_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_source, "LONGEST_PAUSE", 0.05)
+    source = sample_source.SampleSource(connector_settings(outer_server(tmp_path).app.state.vllm_config))
+
+    async def run() -> None:
+        source._waiting = 10_000
+        mine = asyncio.create_task(source.find("k", states_file.Range(), wait=60, identity=None))
+        await asyncio.sleep(0.3)
+        store_sample(tmp_path, random_sample("k"))
+        await asyncio.sleep(0.3)
+        assert not mine.done()
+        source._waiting = 1
+        await asyncio.wait_for(mine, 20)
+
+    asyncio.run(run())
+
+
 def test_a_head_reads_no_more_than_it_must_to_know_the_status(tmp_path, monkeypatch):
     monkeypatch.setattr(states_file, "PIECE_BYTES", 1)
     store_sample(tmp_path, random_sample("k", 640, hidden_size=64))
