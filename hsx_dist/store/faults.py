@@ -385,7 +385,7 @@ def _as_folder(path: str) -> str:
 
 def _of_a_gateway(chain: list[BaseException], where: str, said: ObstoreError) -> bool:
     """Whether the answer to a listing, an upload or a get, or any answer of GCS in JSON, is another service's page."""
-    if any(isinstance(e, json.JSONDecodeError) for e in chain):
+    if any(isinstance(e, json.JSONDecodeError | UnicodeDecodeError) for e in chain):
         return re.match(r"(?!open )\S+ (gs|gcs)://", where) is not None  # opening a store may read a file in JSON
     lacking = {e.args[:1] for e in chain if isinstance(e, KeyError)}
     if ("name",) in lacking and re.match(r"head (gs|gcs)://", where):

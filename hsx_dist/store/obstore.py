@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hsx_dist.config.urls import public_url
-from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, is_error
+from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, Unavailable, is_error
 from hsx_dist.store.base import (
     PATIENCE_S,
     PIECES_AT_ONCE,
@@ -270,6 +270,11 @@ class ObstoreStore:
             pieces.append(piece)
             size += len(piece)
             require_at_most(f"{self.url}/{name}", most, size)
+        start, stop = answer.range
+        if size != stop - start:  # the resumption of a broken download may state no length
+            raise Unavailable(
+                f"{self.url}/{name}: expected the {stop - start} bytes that the answer states, got {size}. Try again"
+            )
         return b"".join(pieces)
 
     def _seconds(self, nbytes: int | None) -> float:

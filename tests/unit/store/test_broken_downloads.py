@@ -100,3 +100,21 @@ def test_an_object_that_is_deleted_after_the_break_is_missing(opened: Callable[[
 
     with served(Server) as url, pytest.raises(NotFound):
         READS[read](opened(url))
+
+
+def test_a_rest_without_a_length_that_ends_early_is_not_the_whole(opened: Callable[[str], Store]) -> None:
+    class Server(Breaking):
+        failures = 1
+
+        def fails(self) -> None:
+            self.close_connection = True
+            first = int(self.headers["Range"].removeprefix("bytes=").partition("-")[0])
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{len(OLD) - 1}/{len(OLD)}")
+            for name, value in (DESCRIBED | {"ETag": '"1"'}).items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write(OLD[first : first + 100])
+
+    with served(Server) as url:
+        assert opened(url).get("a", len(OLD)) == OLD

@@ -98,6 +98,9 @@ def test_every_back_ends_error_has_its_type_and_hint(error: Exception, kind: typ
 def test_only_a_service_that_answers_in_json_is_unavailable_for_other_text(where: str, kind: type[StoreError]) -> None:
     """A program or a file with credentials has JSON, too."""
     assert type(translate(json.JSONDecodeError("Expecting value", "<html>", 0), where, "b", _NOTHING)) is kind
+    with pytest.raises(UnicodeDecodeError) as page:
+        "Wartung läuft".encode("latin-1").decode()
+    assert type(translate(page.value, where, "b", _NOTHING)) is kind
 
 
 @pytest.mark.parametrize(
