@@ -667,7 +667,8 @@ def test_sound_parts_without_a_run_count_for_version_1_alone(tmp_path: Path) -> 
         parts = len(list(place.store.list("data/")))
         verify_run(place.root, resume=notes)
         lines = [json.loads(line) for line in notes.read_text().splitlines()]
-        notes.write_text("".join(json.dumps({k: v for k, v in d.items() if k != "run"}) + "\n" for d in lines))
+        old = [{k: v for k, v in d.items() if k not in ("run", "place")} for d in lines]
+        notes.write_text("".join(json.dumps(line) + "\n" for line in old))
         assert verify_run(place.root, resume=notes).known == (parts if version == 1 else 0)
 
 
@@ -911,7 +912,7 @@ def test_sound_parts_that_were_noted_are_of_one_run(tmp_path: Path) -> None:
     assert verify_run(other.root, resume=notes).known == 0
     assert verify_run(other.root, resume=notes).known == parts
     lines = [json.loads(line) for line in notes.read_text().splitlines()]
-    assert {line.pop("run") for line in lines} == {place.id, other.id}
+    assert {(line.pop("place"), line.pop("run")) for line in lines} == {(place.root.url, p.id) for p in (place, other)}
     notes.write_text("".join(json.dumps(line) + "\n" for line in lines))  # in the form of an earlier version
     assert verify_run(other.root, resume=notes).known == parts
 
