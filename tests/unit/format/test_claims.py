@@ -81,7 +81,7 @@ def small_run(complete: bool = True) -> MemoryStore:
     return store
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # the tests below have the single cases, and tests/soak/run.py hundreds of each kind
 def test_objects_that_claim_much_are_read_in_little_memory() -> None:
     found = run_limited(1, 7)
     assert set(found) == set(KINDS)

@@ -63,7 +63,15 @@ def opened(request: pytest.FixtureRequest) -> Callable[[str], Store]:
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize(
-    ("status", "body"), [(0, b""), (503, error("SlowDown")), (404, b"<html>"), (400, error("ExpiredToken"))]
+    ("opened", "status", "body"),
+    [
+        ("fsspec", 0, b""),  # makes each request anew
+        ("obstore", 0, b""),
+        ("obstore", 503, error("SlowDown")),
+        ("obstore", 404, b"<html>"),
+        ("obstore", 400, error("ExpiredToken")),
+    ],
+    indirect=["opened"],
 )
 def test_an_outage_after_the_break_is_waited_for(
     opened: Callable[[str], Store], status: int, body: bytes, read: str
