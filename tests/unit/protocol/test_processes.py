@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -25,7 +26,8 @@ from hsx_dist.reading import verify_run
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import random_sample
 from tests.harness.runs import RunWriter, store_run, whole
-from tests.unit.protocol.scenarios import sample
+from tests.unit.protocol.scenarios import half, remember, sample, with_an_old_completion
+from tests.unit.reading.test_expiry import store_anew
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +50,32 @@ main()
 """
 
 
+#: ``hsx`` in a process that stops itself before its first call of a store's method for a name with a text.
+PAUSED = """
+import os, signal, sys
+from hsx_dist.store.local import LocalStore
+_, verb, part, *arguments = sys.argv
+call = getattr(LocalStore, verb)
+def paused(store, name, *more):
+    if part in name:
+        setattr(LocalStore, verb, call)
+        print("paused", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return call(store, name, *more)
+setattr(LocalStore, verb, paused)
+from hsx_dist.cli import main
+main(arguments)
+"""
+#: A consumer that has used sample ``a`` and removes parts.
+CONSUMER = """
+import sys
+from hsx_dist.format.place import open_place
+from hsx_dist.reading.retention import Retention
+from hsx_dist.store.local import LocalStore
+Retention(open_place(LocalStore(sys.argv[1]))).ack("a")
+"""
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> LocalStore:
     """Another writer of attempt 1, whose driver died, has proven sample ``a``."""
@@ -63,17 +91,21 @@ def hsx(*args: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+def paused_writer(root: LocalStore, verb: str, part: str) -> AbstractContextManager[list[str]]:
+    return paused("-m", "tests.unit.protocol.paused_writer", root.url, verb, part)
+
+
 @contextmanager
-def paused_writer(root: LocalStore, verb: str, part: str) -> Iterator[list[str]]:
-    """Run the block while the writer is stopped, then continue the writer. The list receives its output."""
-    argv = [sys.executable, "-m", "tests.unit.protocol.paused_writer", root.url, verb, part]
+def paused(*arguments: str) -> Iterator[list[str]]:
+    """Run the block while a process of Python is stopped, then continue it. The list receives its further output."""
+    argv = [sys.executable, *arguments]
     process = subprocess.Popen(argv, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
     said: list[str] = []
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == "paused\n"
+        assert "paused\n" in iter(process.stdout.readline, "")
         yield said
-        # The writer prints before it stops, so wait until it has stopped: an earlier SIGCONT would be lost.
+        # The process prints before it stops, so wait until it has stopped: an earlier SIGCONT would be lost.
         while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGCONT)
@@ -117,6 +149,40 @@ def test_a_writer_of_a_removed_run_reaches_nothing_of_the_next_one(root: LocalSt
     assert verify_run(root).ok
     assert "of runs that were removed here" in hsx("gc", root.url, "--delete")
     assert [s.key for s in open_run(root.url)] == ["b"]
+
+
+def test_a_driver_of_another_model_next_to_a_removal_that_pauses(root: LocalStore) -> None:
+    other: dict[str, Any] = {"info": {"meaning": {"model": "other"}}, "about": {"model": "other"}}
+    removal = ("rm", root.url, "--yes", "--watch", "0.1")
+    with paused("-c", PAUSED, "delete", "data/", *removal), pytest.raises(RunError, match="removal did not finish"):
+        store_run(root, [random_sample("b", 5, seed=9)], **other)
+    store_run(root, [random_sample("b", 5, seed=9)], **other)
+    (found,) = open_run(root.url)
+    assert (found.key, found.num_tokens, found.about["model"]) == ("b", 5, "other")
+    assert verify_run(root).ok
+
+
+def test_the_rest_of_a_sample_after_a_consumer_of_its_first_part(tmp_path: Path) -> None:
+    """Attempt 1 is complete. Attempt 2 stores ``long`` in two parts. The consumer has used the other sample of one."""
+    root: Any = LocalStore(tmp_path / "run")
+    remember(with_an_old_completion)(root)
+    subprocess.run([sys.executable, "-c", CONSUMER, root.url], cwd=PROJECT, check=True)
+    half(root)
+    run = open_run(root.url)
+    assert "long" in run
+    assert len(run["long"].load()["token_ids"]) == run["long"].num_tokens == len(sample("m", "long").token_ids)
+    assert verify_run(root).ok
+
+
+@pytest.mark.parametrize("name", ["old.safetensors", "old.error.json"])
+def test_a_server_that_stores_an_expired_object_anew_next_to_gc_that_pauses(tmp_path: Path, name: str) -> None:
+    prefix = LocalStore(tmp_path / "states")
+    store_anew(prefix, name, 1000)
+    with paused("-c", PAUSED, "delete_version", "old", "gc", prefix.url, "--delete"):
+        store_anew(prefix, name, 4e9)
+    assert b"4000000000" in prefix.get(name)
+    assert hsx("gc", prefix.url, "--delete", "--json")
+    assert b"4000000000" in prefix.get(name)
 
 
 def test_a_removal_that_is_killed_leaves_nothing_to_adopt(tmp_path: Path) -> None:
