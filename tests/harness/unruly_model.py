@@ -1,8 +1,10 @@
 """A slow tiny Llama that kills its process at one token, for tests of the faults that a run must survive.
 
 Its configuration is a stock Llama's with two more fields; transformers reads it as a Llama and computes the same
-states. Every forward pass sleeps ``hsx_step_seconds``. A batch that contains the token ``hsx_poison_token`` kills the
-process with SIGKILL, like the kernel's OOM killer. Loading this module imports neither torch nor vLLM.
+states. Every forward pass sleeps ``hsx_step_seconds``, or ``SLOW_STEP_SECONDS`` while the file exists that the
+environment variable ``SLOW`` names: a test holds a run back until it has interrupted it. A batch with the token
+``hsx_poison_token`` kills the process with SIGKILL, like the kernel's OOM killer. Loading this module imports neither
+torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from hsx_dist.models.tiny import tiny_llama
 from tests.harness.exact_model import write_plugin
 
 ARCHITECTURE = "LlamaForCausalLM"
+SLOW, SLOW_STEP_SECONDS = "HSX_TEST_SLOW", 1.5
 
 
 def unruly_llama(path: Path, *, step_seconds: float, poison_token: int, **arguments: Any) -> Path:

@@ -11,6 +11,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
+from tests.harness.unruly_model import SLOW, SLOW_STEP_SECONDS
+
 
 class UnrulyLlama(LlamaForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **arguments: Any):
@@ -22,5 +24,5 @@ class UnrulyLlama(LlamaForCausalLM):
     def forward(self, input_ids: torch.Tensor | None, *arguments: Any, **named: Any) -> Any:
         if self._poison is not None and input_ids is not None and bool((input_ids == self._poison).any()):
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(self._step_seconds)
+        time.sleep(SLOW_STEP_SECONDS if os.path.exists(os.environ.get(SLOW, "")) else self._step_seconds)
         return super().forward(input_ids, *arguments, **named)
