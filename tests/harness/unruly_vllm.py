@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ class UnrulyLlama(LlamaForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix, **arguments)
         config = vllm_config.model_config.hf_config
         self._step_seconds: float = getattr(config, "hsx_step_seconds", 0.0)
+        self._slow = Path(os.environ[SLOW]) if SLOW in os.environ else None
         self._poison: int | None = getattr(config, "hsx_poison_token", None)
 
     def forward(self, input_ids: torch.Tensor | None, *arguments: Any, **named: Any) -> Any:
         if self._poison is not None and input_ids is not None and bool((input_ids == self._poison).any()):
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(SLOW_STEP_SECONDS if os.path.exists(os.environ.get(SLOW, "")) else self._step_seconds)
+        held = self._slow is not None and self._slow.exists()
+        time.sleep(SLOW_STEP_SECONDS if held else self._step_seconds)
         return super().forward(input_ids, *arguments, **named)

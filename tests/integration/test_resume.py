@@ -87,7 +87,7 @@ def settings(good, model, tmp_path_factory, s3) -> dict[str, Any]:
 
 
 def cluster(s3, plugin: Path, slow: Path):
-    """``slow``: while this file exists, each step takes longer, so that the run does not end before it is interrupted."""
+    """``slow``: while this file exists, each step takes longer. So the run does not end before it is interrupted."""
     env = {"PATH": PATH, "PYTHONPATH": str(plugin), "RAY_JOB_STOP_WAIT_TIME_S": "60", SLOW: str(slow)}
     return ray_head(num_cpus=2, env={**s3.env, **env})
 
