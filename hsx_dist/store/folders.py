@@ -145,8 +145,13 @@ def is_link(folder: int, name: str) -> bool:
 
 def is_at(fd: int, folder: int, name: str) -> bool:
     """Whether the open file ``fd`` still has the name ``name`` in the open ``folder``."""
+    return has_name(os.fstat(fd), folder, name)
+
+
+def has_name(found: os.stat_result, folder: int, name: str) -> bool:
+    """Whether the file of the status ``found`` has the name ``name`` in the open ``folder``."""
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=folder, follow_symlinks=False))
+        return os.path.samestat(found, os.stat(name, dir_fd=folder, follow_symlinks=False))
     except FileNotFoundError:
         return False
 

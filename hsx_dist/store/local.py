@@ -28,7 +28,7 @@ from hsx_dist.store.direct import write_direct
 from hsx_dist.store.faults import FULL, TRANSIENT
 from hsx_dist.store.file_io import closed_after, read_range, write_all
 from hsx_dist.store.folder_listing import UNFINISHED, FolderListing, unfinished_files
-from hsx_dist.store.folders import SAFELY, SyncedFolders, is_at, open_folder, opened
+from hsx_dist.store.folders import SAFELY, SyncedFolders, has_name, is_at, open_folder, opened
 from hsx_dist.store.inode_lock import NOT_OPENED, lacks_locks, lock_exclusively, lock_for_put, unlocked_after
 from hsx_dist.store.root_folder import RootFolder
 
@@ -89,7 +89,7 @@ class LocalStore:
                 # gets AlreadyExists both rely on the object.
                 _sync(fd)
                 # If an NFS server's answer is lost, the kernel sends the call again, which finds its own link.
-                if not _has_name(found, fd, last):
+                if not has_name(found, fd, last):
                     raise AlreadyExists(f"{self.url}/{name}: expected no object of this name, got one") from None
             except OSError as e:
                 if e.errno not in _NO_LINKS:
@@ -364,12 +364,6 @@ def _unfinished(folder: int, views: Sequence[memoryview]) -> Iterator[tuple[str,
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=folder)
-
-
-def _has_name(found: os.stat_result, folder: int, last: str) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(found, os.stat(last, dir_fd=folder, follow_symlinks=False))
-    return False
 
 
 def _link(folder: int, temporary: str, last: str) -> None:
